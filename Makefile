@@ -1,0 +1,62 @@
+# Every target sets up what it needs: `make demo` and `make test` are enough on a fresh machine.
+
+PYTHON ?= python3
+PY := .venv/bin/python
+PY_NEWEST := .venv-newest/bin/python
+PIP_INSTALL := -m pip install --disable-pip-version-check --quiet
+# Two workers with one thread each, so that two cores are enough.
+PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+
+NEEDS_311 := import sys; v = sys.version_info; \
+  v >= (3, 11) or sys.exit("Rekindle needs Python 3.11 or newer, and $(PYTHON) is %d.%d: try make PYTHON=python3.11" % v[:2])
+IS_USABLE := import pip, sys; sys.exit(sys.version_info < (3, 11))
+
+# $(call venv,FOLDER): a virtual environment there; a working one is left as it is. Where Python comes
+# without ensurepip, the pip outside puts one inside.
+define venv
+@$(PYTHON) -c '$(NEEDS_311)'
+@$(1)/bin/python -c '$(IS_USABLE)' 2>/dev/null \
+  || $(PYTHON) -m venv --clear $(1) 2>/dev/null \
+  || { $(PYTHON) -m venv --clear --without-pip $(1) \
+       && $(PYTHON) -m pip --python $(1)/bin/python install --quiet pip; }
+endef
+
+.PHONY: setup demo test lint typecheck test-newest bench clean
+
+setup: .venv/.stamp
+
+demo: setup
+	.venv/bin/rekindle demo
+
+test: lint typecheck
+	$(PYTEST) $(PY) -m pytest -n 2
+
+lint: setup
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+
+typecheck: setup
+	$(PY) -m mypy
+
+# Delete .venv-newest/.stamp to look for newer releases.
+test-newest: .venv-newest/.stamp
+	$(PYTEST) $(PY_NEWEST) -m pytest -n 2
+
+bench: setup
+	$(PY) benchmarks/replay.py
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/.stamp: requirements.txt pyproject.toml
+	$(call venv,.venv)
+	$(PY) $(PIP_INSTALL) -r requirements.txt
+	$(PY) $(PIP_INSTALL) --no-deps --no-build-isolation -e .
+	@touch $@
+
+.venv-newest/.stamp: requirements.txt pyproject.toml
+	$(call venv,.venv-newest)
+	sed -n 's/==.*//p' requirements.txt | xargs $(PY_NEWEST) $(PIP_INSTALL) --upgrade
+	$(PY_NEWEST) $(PIP_INSTALL) --no-deps --no-build-isolation -e .
+	@touch $@

@@ -1,0 +1,160 @@
+"""The training step as data: ops, values and storages, with no torch in sight.
+
+A `Storage` is a piece of memory; a `Value` is a tensor, one way of looking at a storage; an `Op` reads
+values and makes or changes others. Bytes belong to storages alone, so views and in-place operators are
+never counted twice.
+
+A value is a tensor *object*: an in-place op makes no new value, it lists the values it `mutates`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+
+
+class Phase(Enum):
+    """The part of the training step an op belongs to."""
+
+    FORWARD = "forward"
+    LOSS = "loss"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+
+
+class Role(Enum):
+    """What a storage is for. The first four exist before the step and stay after it."""
+
+    PARAM = "parameter"
+    BUFFER = "buffer"
+    OPT_STATE = "optimizer state"
+    INPUT = "input"
+    ACTIVATION = "activation"
+    GRAD = "weight gradient"
+    GRAD_MAP = "activation gradient"
+    TEMP = "temporary"
+    OUTPUT = "output"
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether such a storage is there before the step starts."""
+        return self in _RESIDENT
+
+
+_RESIDENT = frozenset({Role.PARAM, Role.BUFFER, Role.OPT_STATE, Role.INPUT})
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where an op comes from: the module that ran it and the line of the model's or user's code.
+
+    A backward op carries the source of the forward op it differentiates.
+    """
+
+    module: str
+    filename: str
+    lineno: int
+
+    def __str__(self) -> str:
+        place = f"{self.filename}:{self.lineno}" if self.filename else ""
+        return f"{self.module} ({place})" if self.module and place else self.module or place
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """One piece of memory. `index` is its position in `StepGraph.storages`."""
+
+    index: int
+    nbytes: int
+    role: Role
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One tensor. `producer` is the index of the op that makes it; None if it enters the step."""
+
+    index: int
+    name: str
+    storage: int
+    shape: tuple[int, ...]
+    dtype: str
+    producer: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One operator call. `inputs`, `outputs` and `mutates` hold indices of values."""
+
+    index: int
+    name: str
+    target: str
+    phase: Phase
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    mutates: tuple[int, ...] = ()
+    is_random: bool = False
+    is_view: bool = False
+    flops: int = 0
+    source: Source = Source("", "", 0)
+
+
+@dataclass(frozen=True)
+class StepGraph:
+    """One training step: its ops in captured order, and every value and storage they touch.
+
+    `outputs` are the values alive when the step ends, beyond the resident ones: what the user's
+    function returns, gradients that are not cleared, tensors that modules hold on to.
+    """
+
+    ops: tuple[Op, ...]
+    values: tuple[Value, ...]
+    storages: tuple[Storage, ...]
+    outputs: tuple[int, ...]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of the whole graph but for source lines, so that moving code does not change it."""
+        digest = hashlib.sha256()
+        for row in self._rows():
+            digest.update(json.dumps(row, separators=(",", ":")).encode())
+        return digest.hexdigest()[:16]
+
+    def _rows(self) -> Iterator[list[object]]:
+        for s in self.storages:
+            yield [s.nbytes, s.role.name, s.device]
+        for v in self.values:
+            yield [v.name, v.storage, v.shape, v.dtype, v.producer]
+        for o in self.ops:
+            facts = [o.phase.name, o.is_random, o.is_view, o.flops]
+            yield [o.name, o.target, o.inputs, o.outputs, o.mutates, *facts]
+        yield [self.outputs]
+
+    def storage_of(self, value: int) -> Storage:
+        """The storage behind a value."""
+        return self.storages[self.values[value].storage]
+
+    def count_by_phase(self) -> dict[Phase, int]:
+        """How many ops each phase has."""
+        counts = dict.fromkeys(Phase, 0)
+        for op in self.ops:
+            counts[op.phase] += 1
+        return counts
+
+    def flops_by_phase(self) -> dict[Phase, int]:
+        """Floating-point operations of matrix products, convolutions and attention, by phase."""
+        flops = dict.fromkeys(Phase, 0)
+        for op in self.ops:
+            flops[op.phase] += op.flops
+        return flops
+
+    def bytes_by_role(self) -> dict[Role, int]:
+        """The sum of all storages' bytes by role: what the step touches, not what lives at once."""
+        sums = dict.fromkeys(Role, 0)
+        for storage in self.storages:
+            sums[storage.role] += storage.nbytes
+        return sums

@@ -1,0 +1,42 @@
+"""The exceptions Rekindle raises on purpose.
+
+RekindleError
+├ CaptureError        names the user's line, and what to write instead
+├ ModelError          no such model, or a model function that returns the wrong thing
+├ ProfileError
+├ PlanError
+│ ├ InfeasibleBudget  least_peak_bytes
+│ └ InvalidSchedule   the op and the rule it breaks
+└ RewriteError
+
+Only the branches that something raises are defined; the others join with the code that raises them.
+"""
+
+from __future__ import annotations
+
+
+class RekindleError(Exception):
+    """Base of everything Rekindle raises on purpose: catch this to catch them all."""
+
+
+class ModelError(RekindleError):
+    """A model was asked for that is not there, or cannot be built as asked."""
+
+
+class CaptureError(RekindleError):
+    """The training step cannot be captured as one graph.
+
+    ``filename`` and ``lineno`` are the user's own line; ``advice`` says what to write instead.
+
+    >>> error = CaptureError("reads a value", filename="train.py", lineno=7, advice="Return it.")
+    >>> print(error)
+    train.py:7: reads a value
+      Return it.
+    """
+
+    def __init__(self, problem: str, *, filename: str, lineno: int, advice: str) -> None:
+        super().__init__(f"{filename}:{lineno}: {problem}\n  {advice}")
+        self.problem = problem
+        self.filename = filename
+        self.lineno = lineno
+        self.advice = advice

@@ -1,0 +1,143 @@
+"""Turns a recorded step into a `StepGraph`: the way out of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import fx
+
+from rekindle.core.ir import Op, Phase, Role, Storage, StepGraph, Value
+from rekindle.core.roles import assign_roles
+from rekindle.fx.capture import Recording
+from rekindle.fx.record import Call, Kind, OptimizerCall, run_optimizer
+
+_ROLE = {
+    Kind.PARAM: Role.PARAM,
+    Kind.BUFFER: Role.BUFFER,
+    Kind.ATTRIBUTE: Role.BUFFER,
+    Kind.OPT_STATE: Role.OPT_STATE,
+    Kind.BATCH: Role.INPUT,
+    Kind.EXTERNAL: Role.INPUT,
+    Kind.GRAD: Role.GRAD,
+}
+
+
+def lift(recording: Recording) -> StepGraph:
+    """The torch-free graph of a recorded step."""
+    return _Lift(recording).graph()
+
+
+class _Lift:
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
+        self.tape = recording.tape
+        self.values: list[Value] = []
+        self.value_of: dict[fx.Node, int] = {}
+        self.ops: list[Op] = []
+
+    def graph(self) -> StepGraph:
+        for entry in self.tape.entries:
+            self._add_value(entry.node, None)
+        phases = dict(zip((c.node for c in self.tape.calls), _phases(self.tape.calls), strict=True))
+        calls = {call.node: call for call in self.tape.calls}
+        opaque = {call.node: call for call in self.tape.optimizer_calls if call.is_opaque}
+        for node in self.tape.graph.nodes:
+            if node in calls:
+                self._add_op(calls[node], phases[node])
+            elif node in opaque:
+                self._add_opaque_optimizer(opaque[node])
+        outputs = self._outputs()
+        roles = assign_roles(
+            len(self.tape.storages),
+            self.ops,
+            self.values,
+            known={self._storage(e.node): _ROLE[e.kind] for e in self.tape.entries},
+            grads={self._storage(g) for c in self.tape.optimizer_calls for g in c.grads},
+            outputs={self.values[value].storage for value in outputs},
+        )
+        storages = tuple(
+            Storage(index, meta.nbytes, role, str(meta.device))
+            for index, (meta, role) in enumerate(zip(self.tape.storages, roles, strict=True))
+        )
+        return StepGraph(tuple(self.ops), tuple(self.values), storages, outputs)
+
+    def _storage(self, node: fx.Node) -> int:
+        return self.tape.metas[node].storage
+
+    def _add_value(self, node: fx.Node, producer: int | None) -> int:
+        meta = self.tape.metas[node]
+        index = self.value_of[node] = len(self.values)
+        dtype = str(meta.dtype).removeprefix("torch.")
+        self.values.append(Value(index, node.name, meta.storage, meta.shape, dtype, producer))
+        return index
+
+    def _indices(self, nodes: Iterable[fx.Node]) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(self.value_of[node] for node in nodes))
+
+    def _add_op(self, call: Call, phase: Phase) -> None:
+        index = len(self.ops)
+        inputs = self._indices(call.node.all_input_nodes)
+        outputs = tuple(self._add_value(node, index) for node in call.results)
+        read = {self.values[value].storage for value in inputs}
+        made = {self.values[value].storage for value in outputs}
+        self.ops.append(
+            Op(
+                index=index,
+                name=call.node.name,
+                target=str(call.node.target),
+                phase=phase,
+                inputs=inputs,
+                outputs=outputs,
+                mutates=self._indices(call.writes),
+                is_random=call.is_random,
+                is_view=bool(made) and made <= read and not call.writes,
+                flops=call.flops,
+                source=call.source,
+            )
+        )
+
+    def _add_opaque_optimizer(self, call: OptimizerCall) -> None:
+        entries = self.tape.entries
+        state = [e.node for e in entries if e.kind in (Kind.PARAM, Kind.OPT_STATE)]
+        self.ops.append(
+            Op(
+                index=len(self.ops),
+                name=call.node.name,
+                target=f"rekindle.{run_optimizer.__name__}",
+                phase=Phase.OPTIMIZER,
+                inputs=self._indices([*call.grads, *state]),
+                outputs=(),
+                mutates=self._indices(state),
+            )
+        )
+
+    def _outputs(self) -> tuple[int, ...]:
+        nodes = [*self.recording.result_nodes]
+        nodes += [use.final for use in self.recording.grads if use.final is not None]
+        nodes += [node for effect in self.recording.effects for node in effect.nodes]
+        return self._indices(nodes)
+
+
+def _phases(calls: list[Call]) -> list[Phase]:
+    """The phase of each call.
+
+    Whatever follows the last backward op is the optimizer's (clipping, averaging). The loss is what
+    a loss function of torch computes, what the step computes from the model's outputs outside any
+    module, and all that follows from these.
+    """
+    last_backward = max((i for i, call in enumerate(calls) if call.in_backward), default=-1)
+    of_model: set[fx.Node] = set()
+    of_loss: set[fx.Node] = set()
+    phases: list[Phase] = []
+    for index, call in enumerate(calls):
+        if call.in_backward:
+            phases.append(Phase.BACKWARD)
+        elif call.in_optimizer or index > last_backward:
+            phases.append(Phase.OPTIMIZER)
+        else:
+            inputs = set(call.node.all_input_nodes)
+            after_model = not call.in_model and not inputs.isdisjoint(of_model)
+            is_loss = call.in_loss or after_model or not inputs.isdisjoint(of_loss)
+            (of_loss if is_loss else of_model if call.in_model else set()).update(call.results)
+            phases.append(Phase.LOSS if is_loss else Phase.FORWARD)
+    return phases

@@ -1,0 +1,146 @@
+"""Facts about operators, read from their schemas and tags.
+
+Two things are told wrongly there, and set right here, by name: the older batch-norm operators write to
+their running statistics, and oneDNN's recurrent layers return gradients in float32 whatever they are
+given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import flop_registry
+
+_UNDECLARED_WRITES = {
+    "aten::native_batch_norm": ("running_mean", "running_var"),
+    "aten::cudnn_batch_norm": ("running_mean", "running_var"),
+    "aten::miopen_batch_norm": ("running_mean", "running_var"),
+}
+_FLOAT32_RESULTS = frozenset({"aten::mkldnn_rnn_layer_backward"})
+_SAME_TENSOR = frozenset({"aten::detach", "aten::detach_", "aten::alias", "aten::lift_fresh"})
+
+Place = tuple[int, str, Any]  # an argument's position, name and default
+
+
+@cache
+def _places(op: OpOverload, names: frozenset[str]) -> tuple[Place, ...]:
+    return tuple(
+        (position, argument.name, argument.default_value)
+        for position, argument in enumerate(op._schema.arguments)
+        if argument.name in names
+    )
+
+
+def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], place: Place) -> Any:
+    position, name, default = place
+    return args[position] if position < len(args) else kwargs.get(name, default)
+
+
+@cache
+def _written_places(op: OpOverload) -> tuple[Place, ...]:
+    declared = {
+        argument.name
+        for argument in op._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    }
+    return _places(op, frozenset(declared.union(_UNDECLARED_WRITES.get(op._schema.name, ()))))
+
+
+def written(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors that this call changes.
+
+    >>> running = torch.zeros(3)
+    >>> call = (torch.ones(2, 3), None, None, running, None, True, 0.1, 1e-5)
+    >>> [tensor is running for tensor in written(torch.ops.aten.native_batch_norm.default, call, {})]
+    [True]
+    """
+    if op._schema.name in _UNDECLARED_WRITES:  # these write in training mode only
+        training = _places(op, frozenset({"training"}))
+        if not all(_argument(args, kwargs, place) for place in training):
+            return []
+    return [
+        tensor
+        for place in _written_places(op)
+        for tensor in tensors(_argument(args, kwargs, place))
+    ]
+
+
+def is_random(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether this call draws from a random generator; attention without dropout does not."""
+    if torch.Tag.nondeterministic_seeded not in op.tags:
+        return False
+    switches = _places(op, frozenset({"dropout_p", "dropout", "train"}))
+    values = (_argument(args, kwargs, place) for place in switches)
+    return all(value is None or value for value in values)
+
+
+@cache
+def is_bookkeeping(op: OpOverload) -> bool:
+    """Whether a call computes nothing worth recording: profiler marks and metadata queries."""
+    if op.namespace in ("profiler", "prim"):
+        return True
+    returns_tensors = any("Tensor" in str(result.type) for result in op._schema.returns)
+    return not returns_tensors and not _written_places(op) and "assert" not in op._schema.name
+
+
+@cache
+def is_same_tensor(op: OpOverload) -> bool:
+    """Whether the result is the argument again, different to autograd alone: `detach` and its kin."""
+    return op._schema.name in _SAME_TENSOR
+
+
+@cache
+def is_in_place(op: OpOverload) -> bool:
+    """Whether all that the operator returns is arguments it has written to, or nothing."""
+    returns = op._schema.returns
+    return all(result.alias_info is not None and result.alias_info.is_write for result in returns)
+
+
+@cache
+def is_composite(op: OpOverload) -> bool:
+    """Whether the operator is written in terms of others, which are what should be recorded.
+
+    Some have a kernel of their own for a device as well, and that is what runs there: `silu_backward`.
+    """
+    keys = torch._C.DispatchKey
+    has_own = any(op.has_kernel_for_dispatch_key(key) for key in (keys.CPU, keys.CUDA))
+    return op.has_kernel_for_dispatch_key(keys.CompositeImplicitAutograd) and not has_own
+
+
+def flops(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    """Floating-point operations of this call, two for each multiply-add; 0 for element-wise ops.
+
+    >>> a, b = torch.ones(2, 3), torch.ones(3, 5)
+    >>> flops(torch.ops.aten.mm.default, (a, b), {}, a @ b)
+    60
+    """
+    formula: Callable[..., int] | None = flop_registry.get(op._overloadpacket)
+    return int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
+
+
+def corrected(op: OpOverload, result: Any) -> Any:
+    """A fake result as the real operator makes it, where torch's fake one is known to differ."""
+    if op._schema.name not in _FLOAT32_RESULTS:
+        return result
+    return tuple(torch.empty_like(tensor, dtype=torch.float32) for tensor in result)
+
+
+def tensors(tree: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in a tree of arguments or results, in order."""
+    return (leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+
+
+def map_tensors(tree: Any, function: Callable[[torch.Tensor], Any]) -> Any:
+    """The same tree of operator arguments with each tensor replaced."""
+    if isinstance(tree, torch.Tensor):
+        return function(tree)
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(map_tensors(item, function) for item in tree)
+    if isinstance(tree, dict):
+        return {key: map_tensors(item, function) for key, item in tree.items()}
+    return tree

@@ -1,0 +1,386 @@
+"""Records every operator of a training step as it runs on fake tensors.
+
+The step runs with the user's own model and optimizer: whatever real tensor an operator meets, a
+parameter, a buffer, a tensor in a closure, takes part as its fake twin, so nothing real is read,
+written or allocated, and no reference the user holds anywhere is missed. Autograd sees the real leaves,
+so `loss.backward()` hands out gradients as always; they are fake, and taken away again afterwards.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from rekindle.core.ir import Source
+from rekindle.errors import CaptureError
+from rekindle.fx import ops, rng, where
+from rekindle.fx.known import KnownValues
+
+aten = torch.ops.aten
+
+
+class Kind(Enum):
+    """What a tensor that enters the step is."""
+
+    PARAM = "param"
+    BUFFER = "buffer"
+    ATTRIBUTE = "attribute"  # a tensor that a module holds as a plain attribute
+    GRAD = "grad"  # a gradient that was there before the step
+    OPT_STATE = "state"
+    BATCH = "batch"
+    EXTERNAL = "external"  # anything else the step refers to: closures, globals
+
+
+class Meta(NamedTuple):
+    """A tensor's description; `storage` is an index into `Tape.storages`."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    storage: int
+
+
+class StorageMeta(NamedTuple):
+    """A storage's size and place."""
+
+    nbytes: int
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor that enters the step: how it is called, and its node in the graph."""
+
+    kind: Kind
+    name: str
+    node: fx.Node
+    tensor: torch.Tensor  # the real one, but for a batch and for optimizer state not yet created
+
+
+@dataclass(slots=True)
+class Call:
+    """What is known of one recorded operator call, beside its node."""
+
+    node: fx.Node
+    results: list[fx.Node]  # one for each tensor it returns that is new
+    writes: list[fx.Node]
+    source: Source
+    in_backward: bool
+    in_optimizer: bool
+    in_loss: bool
+    in_model: bool
+    grad_enabled: bool  # some kernels look: an LSTM's on the CPU saves less when it is off
+    is_random: bool
+    flops: int
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerCall:
+    """One call of `optimizer.step`: the gradients it finds, and whether autocast was on."""
+
+    node: fx.Node
+    params: list[int]  # the slots of the parameters that have a gradient
+    grads: list[fx.Node]  # and these
+    autocast: dict[str, torch.dtype]
+    is_opaque: bool  # its operators could not be recorded
+
+
+def run_optimizer(*grads: Any) -> None:
+    """The node that stands for the user's `optimizer.step()`; programs put the real call here."""
+    raise NotImplementedError("stands for a call that the program makes")
+
+
+@dataclass
+class Tape:
+    """A recorded step: the FX graph and, for each of its nodes, the facts that FX has no place for."""
+
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    entries: list[Entry] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    metas: dict[fx.Node, Meta] = field(default_factory=dict)
+    storages: list[StorageMeta] = field(default_factory=list)
+    optimizer_calls: list[OptimizerCall] = field(default_factory=list)
+
+
+class Recorder(TorchDispatchMode):
+    """The dispatch mode that writes the tape. Enter it above the `FakeTensorMode` it is given.
+
+    `name_unknown` names a real tensor that an operator meets and that has not been entered.
+    """
+
+    def __init__(
+        self,
+        fake_mode: FakeTensorMode,
+        step_line: where.Line,
+        name_unknown: Callable[[torch.Tensor], tuple[Kind, str]],
+    ) -> None:
+        super().__init__()
+        self.tape = Tape()
+        self.module_path: list[str] = []
+        self.in_backward = False
+        self.in_optimizer = False
+        self.is_paused = False
+        self.known = KnownValues()
+        self.on_value_asked: Callable[[where.Line], None] | None = None
+        self._fake_mode = fake_mode
+        self._step_line = step_line
+        self._name_unknown = name_unknown
+        self._twin_of_real: dict[int, torch.Tensor] = {}
+        self._views: dict[Hashable, fx.Node] = {}
+        self._storage_index: dict[int, int] = {}
+        self._storages: list[torch.UntypedStorage] = []  # held, so that no address comes twice
+        self._last_placeholder: fx.Node | None = None
+        self._source_of_seq: dict[int, Source] = {}
+
+    def enter_tensor(self, kind: Kind, name: str, tensor: torch.Tensor) -> fx.Node:
+        """Make a tensor an input of the graph. A real one is known by its identity from here on."""
+        graph = self.tape.graph
+        with graph.inserting_after(self._last_placeholder or graph._root):
+            node = graph.placeholder(f"{kind.value}_{name}")
+        self._last_placeholder = node
+        self.tape.entries.append(Entry(kind, name, node, tensor))
+        if not isinstance(tensor, FakeTensor):
+            twin = self._fake_mode.from_tensor(tensor)
+            self._twin_of_real[id(tensor)] = tensor = twin
+        self._hold(node, tensor)
+        return node
+
+    def node_of(self, tensor: torch.Tensor) -> fx.Node:
+        """The node that holds a tensor; a tensor never seen before enters the graph."""
+        fake = self._twin_of_real.get(id(tensor), tensor)
+        node: fx.Node | None = getattr(fake, "_rekindle_node", None)
+        return node or self.enter_tensor(*self._name_unknown(tensor), tensor)
+
+    def _twin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The fake tensor that takes a real one's place."""
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        self.node_of(tensor)
+        return self._twin_of_real[id(tensor)]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is aten._local_scalar_dense.default:
+            return self._read_value(args[0])
+        if func is aten.lift_fresh.default and not isinstance(args[0], FakeTensor):
+            return self._constant(args[0])
+        if func is aten.set_.source_Storage and args[1].device.type != "meta":
+            return self._weight_buffer(*args)
+        args, kwargs = ops.map_tensors(args, self._twin), ops.map_tensors(kwargs, self._twin)
+        if self.is_paused or ops.is_bookkeeping(func):
+            return func(*args, **kwargs)
+        if ops.is_composite(func):
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        result = ops.corrected(func, func(*args, **kwargs))
+        if ops.is_same_tensor(func):
+            self._hold(self.node_of(args[0]), result)
+            self.known.copy(args[0], result)
+        elif ops.is_in_place(func):
+            self._record(func, args, kwargs, None)  # the result is the argument, and known
+        elif (twin := self._same_view(result)) is not None:
+            self._hold(twin, result)
+        else:
+            self._record(func, args, kwargs, result)
+        self.known.learn(func, args, kwargs, result)
+        return result
+
+    def _same_view(self, result: Any) -> fx.Node | None:
+        """A node that looks at the same memory in the same way as a new view, if there is one.
+
+        Autograd transposes weights back and forth; the second transpose is the weight again. Such a
+        node can take the view's place at no cost: their storage is alive now either way.
+        """
+        if not isinstance(result, torch.Tensor) or result.layout is not torch.strided:
+            return None
+        if result.untyped_storage()._cdata not in self._storage_index:
+            return None  # new memory
+        return self._views.get(self._view_key(result))
+
+    def _view_key(self, tensor: torch.Tensor) -> Hashable:
+        form = (tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype)
+        return self.storage_index(tensor), form, tensor.is_conj(), tensor.is_neg()
+
+    def _constant(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`torch.tensor(...)` in the step: every step gets a fresh copy of the constant."""
+        fake = aten.lift_fresh.default(tensor)
+        if not self.is_paused:
+            self._record(aten.clone.default, (tensor,), {}, fake)
+        return fake
+
+    def _weight_buffer(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
+        """cuDNN's recurrent layers look at all their weights, which lie in one storage, as one tensor.
+
+        That tensor is a view of any of the weights.
+        """
+        owner = next(
+            (
+                entry
+                for entry in self.tape.entries
+                if not isinstance(entry.tensor, FakeTensor)
+                and entry.tensor.untyped_storage().data_ptr() == storage.data_ptr()
+            ),
+            None,
+        )
+        if owner is None:
+            self.refuse(
+                "sets a tensor's storage by hand",
+                "Make a view of the tensor that owns the memory instead: tensor.view(...).",
+            )
+        twin = self._twin_of_real[id(owner.tensor)]
+        result = aten.set_.source_Storage(tensor, twin.untyped_storage())
+        arguments = (owner.tensor, list(result.shape), list(result.stride()), 0)
+        result._rekindle_node = None
+        self._record(aten.as_strided.default, arguments, {}, result)
+        return tensor
+
+    def _hold(self, node: fx.Node, tensor: Any) -> None:
+        """Tie a fake tensor to its node.
+
+        The tape keeps a description, not the tensor: autograd hands a gradient on without a copy
+        only if nobody else holds it, and the recorded step should do as the real one does.
+        """
+        tensor._rekindle_node = node
+        if node not in self.tape.metas:
+            storage = self.storage_index(tensor)
+            self.tape.metas[node] = Meta(tuple(tensor.shape), tensor.dtype, storage)
+            self._views.setdefault(self._view_key(tensor), node)
+
+    def storage_index(self, tensor: torch.Tensor) -> int:
+        """The number of the storage behind a fake tensor; views of one storage share it."""
+        storage = tensor.untyped_storage()
+        index = self._storage_index.setdefault(storage._cdata, len(self._storages))
+        if index == len(self._storages):
+            self._storages.append(storage)
+            self.tape.storages.append(StorageMeta(storage.nbytes(), tensor.device))
+        return index
+
+    def _record(self, func: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> None:
+        self._append(
+            func,
+            args,
+            kwargs,
+            result,
+            writes=ops.written(func, args, kwargs),
+            is_random=ops.is_random(func, args, kwargs),
+            flops=ops.flops(func, args, kwargs, result),
+        )
+
+    def get_random_state(self, device: str, state: torch.Tensor) -> torch.Tensor:
+        """Record that the step reads a generator's state; returns its fake, of the state's size."""
+        self.is_paused = True
+        fake = torch.empty(state.shape, dtype=state.dtype, device="cpu")
+        self.is_paused = False
+        self._append(rng.get_state, (device,), {}, fake)
+        return fake
+
+    def set_random_state(self, device: str, state: torch.Tensor) -> None:
+        """Record that the step sets a generator's state."""
+        self._append(rng.set_state, (device, state), {}, None)
+
+    def _append(
+        self,
+        target: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+        *,
+        writes: list[torch.Tensor] | None = None,
+        is_random: bool = False,
+        flops: int = 0,
+    ) -> None:
+        node = self.tape.graph.create_node(
+            "call_function",
+            target,
+            ops.map_tensors(args, self.node_of),
+            ops.map_tensors(kwargs, self.node_of),
+            name=target.__name__.partition(".")[0],
+        )
+        results = self._bind(node, result)
+        site = where.call_site()
+        autograd_node = torch._C._current_autograd_node()
+        source = Source(self.module_path[-1] if self.module_path else "", *site.line)
+        if autograd_node is None:
+            # autograd has just given the forward op its number: its backward will carry it, too
+            self._source_of_seq[torch.autograd._get_sequence_nr() - 1] = source
+        else:
+            source = self._source_of_seq.get(autograd_node._sequence_nr(), source)
+        self.tape.calls.append(
+            Call(
+                node=node,
+                results=results,
+                writes=[self.node_of(tensor) for tensor in writes or ()],
+                source=source,
+                in_backward=autograd_node is not None or self.in_backward,
+                in_optimizer=self.in_optimizer,
+                in_loss=site.in_loss,
+                in_model=bool(self.module_path),
+                grad_enabled=torch.is_grad_enabled(),
+                is_random=is_random,
+                flops=flops,
+            )
+        )
+
+    def _bind(self, node: fx.Node, result: Any) -> list[fx.Node]:
+        """Tie the new tensors of a result to nodes: the call's own, or one `getitem` for each."""
+        if isinstance(result, torch.Tensor):
+            if result.layout is not torch.strided:
+                self.refuse(
+                    f"makes a {str(result.layout).removeprefix('torch.')} tensor",
+                    "Rekindle needs dense tensors; for embeddings, write sparse=False.",
+                )
+            if getattr(result, "_rekindle_node", None) is not None:
+                return []  # an op may hand an argument back
+            self._hold(node, result)
+            return [node]
+        nodes: list[fx.Node] = []
+        if isinstance(result, (tuple, list)):
+            for index, item in enumerate(result):
+                if item is not None:
+                    part = self.tape.graph.create_node(
+                        "call_function",
+                        operator.getitem,
+                        (node, index),
+                        name=f"{node.name}_out{index}",
+                    )
+                    bound = self._bind(part, item)
+                    if not bound:
+                        self.tape.graph.erase_node(part)
+                    nodes.extend(bound)
+        return nodes
+
+    def _read_value(self, tensor: torch.Tensor) -> Any:
+        """Answer `.item()`, which asks for a number that does not exist yet."""
+        if getattr(tensor, "constant", None) is not None:
+            return aten._local_scalar_dense.default(tensor)
+        value = self.known.get(tensor)
+        if value is not None:
+            with _disable_current_modes():
+                return value.item()
+        if self.in_optimizer:
+            # Optimizers read their step count. The recorded optimizer is for analysis alone (the
+            # user's own one will run), so any number does.
+            return torch.ones((), dtype=tensor.dtype, device="cpu").tolist()
+        if self.on_value_asked is not None:
+            self.on_value_asked(where.call_site().line)
+        self.refuse(
+            "reads the value of a tensor (.item(), float(), bool(), if, print) during the step",
+            "The step is captured once, without values. Return the tensor and read it outside: "
+            "loss = step(batch); loss.item(). For a choice by value, write torch.where(...).",
+        )
+
+    def refuse(self, problem: str, advice: str) -> NoReturn:
+        """Stop with an error at the user's current line."""
+        line = where.user_line(where.current_lines(), self._step_line)
+        raise CaptureError(problem, filename=line.filename, lineno=line.lineno, advice=advice)

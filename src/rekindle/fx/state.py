@@ -1,0 +1,131 @@
+"""Finds every tensor a step may touch beside its batch, and where to look it up anew each time.
+
+A `Slot` is a place, not a tensor: `load_state_dict(assign=True)` or a module that replaces its buffer
+puts another tensor there, and the next step must see it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from rekindle.fx.record import Kind
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where a tensor lives: `container[key]`, which may be a module's dict or a group's list."""
+
+    kind: Kind
+    name: str
+    container: Any
+    key: Any
+
+    def get(self) -> torch.Tensor:
+        """The tensor that is there now."""
+        tensor: torch.Tensor = self.container[self.key]
+        return tensor
+
+
+class Surroundings:
+    """The modules, parameters and other tensors around a step."""
+
+    def __init__(
+        self,
+        train_step: Callable[..., Any],
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        self.optimizer = optimizer
+        self.modules: dict[str, nn.Module] = dict(model.named_modules())
+        for name, module in _referenced_modules(train_step):
+            for path, part in module.named_modules(prefix=name):
+                if part not in set(self.modules.values()):
+                    self.modules[path] = part
+        slots: dict[int, Slot] = {}  # by the identity of the tensor: tied weights are one
+        for slot in self._all_slots():
+            slots.setdefault(id(slot.get()), slot)
+        self.slots = list(slots.values())
+        self._slot_of = slots
+        self._born_later: dict[int, tuple[Kind, str]] = {}
+
+    def params(self) -> dict[int, torch.Tensor]:
+        """The parameters, by their slots' positions in `slots`."""
+        return {i: slot.get() for i, slot in enumerate(self.slots) if slot.kind is Kind.PARAM}
+
+    def _all_slots(self) -> Iterator[Slot]:
+        for path, module in self.modules.items():
+            prefix = f"{path}." if path else ""
+            stores: list[tuple[Kind, dict[str, Any]]] = [
+                (Kind.PARAM, module._parameters),
+                (Kind.BUFFER, module._buffers),
+                (Kind.ATTRIBUTE, module.__dict__),
+            ]
+            for kind, store in stores:
+                for key, value in store.items():
+                    if isinstance(value, torch.Tensor):
+                        yield Slot(kind, prefix + key, store, key)
+        for index, group in enumerate(self.optimizer.param_groups):
+            for key in range(len(group["params"])):
+                name = f"optimizer.group{index}.{key}"
+                yield Slot(Kind.PARAM, name, group["params"], key)
+
+    def name_of(self, tensor: torch.Tensor) -> tuple[Kind, str] | None:
+        """What a real tensor is called, if it has a place in a module or the optimizer."""
+        slot = self._slot_of.get(id(tensor))
+        if slot is not None:
+            return slot.kind, slot.name
+        if id(tensor) not in self._born_later:
+            self._born_later = dict(self._grads_and_state())
+        return self._born_later.get(id(tensor))
+
+    def _grads_and_state(self) -> Iterator[tuple[int, tuple[Kind, str]]]:
+        for index, param in self.params().items():
+            if param.grad is not None:
+                yield id(param.grad), (Kind.GRAD, self.slots[index].name)
+        for name, state in self.optimizer_state():
+            yield id(state), (Kind.OPT_STATE, name)
+
+    def optimizer_state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor in the optimizer's state, by the name of its parameter."""
+        for owner, state in self.optimizer.state.items():
+            slot = self._slot_of.get(id(owner))
+            prefix = slot.name if slot is not None else "optimizer"
+            items = state.items() if isinstance(state, dict) else ()
+            for key, value in items:
+                if isinstance(value, torch.Tensor):
+                    yield f"{prefix}.{key}", value
+
+
+def _referenced_modules(function: Callable[..., Any]) -> Iterator[tuple[str, nn.Module]]:
+    """Modules that the step uses without being handed them: from closures, globals, partials."""
+    while isinstance(function, functools.partial):
+        for name, value in function.keywords.items():
+            if isinstance(value, nn.Module):
+                yield name, value
+        function = function.func
+    owner = getattr(function, "__self__", None)
+    for name, value in vars(owner).items() if hasattr(owner, "__dict__") else ():
+        if isinstance(value, nn.Module):
+            yield name, value
+    function = getattr(function, "__func__", function)
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return
+    cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=False))  # type: ignore[attr-defined]
+    for name, cell in cells.items():
+        try:
+            value = cell.cell_contents
+        except ValueError:  # an empty cell
+            continue
+        if isinstance(value, nn.Module):
+            yield name, value
+    for name in code.co_names:
+        value = function.__globals__.get(name)  # type: ignore[attr-defined]
+        if isinstance(value, nn.Module):
+            yield name, value

@@ -1,0 +1,150 @@
+"""The captured training step as the user meets it: call it with a batch."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import nn
+
+from rekindle.core.ir import StepGraph
+from rekindle.fx import tree
+from rekindle.fx.capture import Recording, record
+from rekindle.fx.execute import Program
+from rekindle.fx.guard import Guard, signature
+from rekindle.fx.lift import lift
+from rekindle.fx.timing import Measurement, measure
+
+log = logging.getLogger("rekindle")
+
+MAX_VARIANTS = 16
+"""How many captures a step keeps, for different batch shapes and modes; the oldest go first."""
+
+
+class Variant:
+    """One capture: valid for one batch signature and one form of the user's objects."""
+
+    def __init__(self, recording: Recording) -> None:
+        self.graph: StepGraph = lift(recording)
+        self.program = Program(recording)
+        self.guard = Guard(recording)
+
+
+class CapturedStep:
+    """A training step captured as one graph. Call it with a batch, as often as you like.
+
+    The first batch decides what is captured first; a batch of another shape, or a model switched
+    between training and evaluation mode, is captured anew and kept beside the others.
+    """
+
+    def __init__(
+        self,
+        train_step: Callable[..., Any],
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        batch: Any,
+    ) -> None:
+        self._train_step = train_step
+        self._model = model
+        self._optimizer = optimizer
+        self._variants: OrderedDict[Hashable, list[Variant]] = OrderedDict()
+        self._lock = threading.Lock()
+        self._modules = list(model.modules())
+        self._first = self._capture(batch, self._key(tree.flatten(batch)))
+
+    @property
+    def graph(self) -> StepGraph:
+        """The step that was captured first, as a torch-free graph."""
+        return self._first.graph
+
+    @property
+    def n_captures(self) -> int:
+        """How many captures are kept: one for each batch signature and mode met so far."""
+        return sum(len(variants) for variants in self._variants.values())
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model lies."""
+        return next((p.device for p in self._model.parameters()), torch.device("cpu"))
+
+    @property
+    def code(self) -> str:
+        """The generated Python code that runs for the first captured batch."""
+        return self._first.program.source
+
+    def __call__(self, batch: Any) -> Any:
+        """Train on one batch; returns what the user's function returns."""
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError("this step is already running: call it from one thread at a time")
+        try:
+            flat = tree.flatten(batch)
+            key = self._key(flat)
+            for variant in self._variants.get(key, ()):
+                state = variant.guard.fetch()
+                if state is not None:
+                    return variant.program(flat.tensors, state)
+            variant = self._capture(batch, key)
+            state = variant.guard.fetch()
+            assert state is not None, "a fresh capture fits"
+            return variant.program(flat.tensors, state)
+        finally:
+            self._lock.release()
+
+    def _key(self, flat: tree.Flat) -> Hashable:
+        """All that a capture depends on, but for the tensors around the step."""
+        return (
+            tuple(signature(tensor) for tensor in flat.tensors),
+            flat.structure.key(),
+            tuple(module.training for module in self._modules),
+            tuple(
+                torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+                for kind in ("cpu", "cuda")
+            ),
+        )
+
+    def _capture(self, batch: Any, key: Hashable) -> Variant:
+        recording = record(self._train_step, self._model, self._optimizer, batch)
+        variant = Variant(recording)
+        if self._variants:
+            shapes = ", ".join(str(tuple(t.shape)) for t in tree.flatten(batch).tensors)
+            log.info("captured the step anew, for a batch of shape %s", shapes)
+        self._variants.setdefault(key, []).append(variant)
+        self._forget_oldest()
+        return variant
+
+    def _forget_oldest(self) -> None:
+        while sum(len(variants) for variants in self._variants.values()) > MAX_VARIANTS:
+            key, variants = next(iter(self._variants.items()))
+            variants.pop(0)
+            if not variants:
+                del self._variants[key]
+
+
+class TrainStep:
+    """A training step to train with: ``loss = step(batch)``."""
+
+    def __init__(self, captured: CapturedStep) -> None:
+        self._captured = captured
+
+    def __call__(self, batch: Any) -> Any:
+        """Train on one batch; returns what the user's function returns."""
+        return self._captured(batch)
+
+    @property
+    def graph(self) -> StepGraph:
+        """The captured step as a torch-free graph."""
+        return self._captured.graph
+
+    @property
+    def n_captures(self) -> int:
+        """How many captures are kept: one for each batch signature and mode met so far."""
+        return self._captured.n_captures
+
+    def measure(self, batch: Any, steps: int = 5) -> Measurement:
+        """Run a few steps (they train!) and measure them, after one to warm up."""
+        device = self._captured.device
+        return measure(lambda: self(batch), device=device, steps=steps)

@@ -1,0 +1,90 @@
+"""Models that need nothing but torch: a perceptron, and a recurrent network unrolled by hand."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rekindle.models.workload import Parts
+
+
+def classification_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Cross-entropy of ``model(inputs)``; every image model of the zoo shares it."""
+    inputs, targets = batch
+    return F.cross_entropy(model(inputs), targets)
+
+
+def mlp(
+    batch: int, *, features: int = 784, hidden: int = 512, layers: int = 4, classes: int = 10
+) -> Parts:
+    """A plain chain: the shape on which checkpointing has a textbook answer."""
+    widths = [features] + [hidden] * layers
+    blocks: list[nn.Module] = []
+    for before, after in pairwise(widths):
+        blocks += [nn.Linear(before, after), nn.ReLU()]
+    model = nn.Sequential(*blocks, nn.Linear(widths[-1], classes))
+    inputs = torch.randn(batch, features)
+    targets = torch.randint(classes, (batch,))
+    return Parts(model, (inputs, targets), classification_loss)
+
+
+class LSTMCell(nn.Module):
+    """One step of an LSTM in elementary operators.
+
+    ``nn.LSTM`` hides the whole sequence behind one operator. Written out, every gate is a tensor of
+    its own that a memory planner can place, drop or compute again.
+    """
+
+    def __init__(self, inputs: int, hidden: int) -> None:
+        super().__init__()
+        self.from_input = nn.Linear(inputs, 4 * hidden)
+        self.from_hidden = nn.Linear(hidden, 4 * hidden, bias=False)
+
+    def forward(self, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+        gates = self.from_input(x) + self.from_hidden(h)
+        input_gate, forget_gate, candidate, output_gate = gates.chunk(4, dim=1)
+        kept = torch.sigmoid(forget_gate) * c
+        c = kept + torch.sigmoid(input_gate) * torch.tanh(candidate)
+        h = torch.sigmoid(output_gate) * torch.tanh(c)
+        return h, c
+
+
+class LSTMLanguageModel(nn.Module):
+    """Embeds tokens, runs stacked cells over the sequence in Python, and scores the next token."""
+
+    def __init__(self, vocab: int, hidden: int, layers: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab, hidden)
+        self.cells = nn.ModuleList(LSTMCell(hidden, hidden) for _ in range(layers))
+        self.decoder = nn.Linear(hidden, vocab)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        embedded = self.embedding(tokens)
+        zeros = embedded.new_zeros(embedded.shape[0], embedded.shape[2])
+        states = [(zeros, zeros) for _ in self.cells]
+        outputs = []
+        for x in embedded.unbind(dim=1):
+            for layer, cell in enumerate(self.cells):
+                states[layer] = cell(x, *states[layer])
+                x = states[layer][0]
+            outputs.append(x)
+        return self.decoder(torch.stack(outputs, dim=1))
+
+
+def next_token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Cross-entropy at every position of the sequence."""
+    tokens, targets = batch
+    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+
+def lstm(
+    batch: int, *, sequence: int = 32, hidden: int = 256, vocab: int = 1000, layers: int = 2
+) -> Parts:
+    """Next-token prediction; the graph grows with ``sequence``, the parameters do not."""
+    model = LSTMLanguageModel(vocab, hidden, layers)
+    text = torch.randint(vocab, (batch, sequence + 1))
+    tokens, targets = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+    return Parts(model, (tokens, targets), next_token_loss)

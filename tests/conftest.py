@@ -1,0 +1,35 @@
+"""Every test starts from the same seed, on one thread, offline; GPU tests wait for a GPU."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+# Read by the hub client when it is imported, so set before anything can import it.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRANSFORMERS_OFFLINE"] = "1"
+
+import pytest
+import torch
+
+GPU_TESTS = Path(__file__).parent / "gpu"
+
+
+def pytest_configure() -> None:
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what is in tests/gpu, and skip what is marked where there is no GPU."""
+    for item in items:
+        if GPU_TESTS in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
