@@ -85,7 +85,6 @@ class Checkpointed(nn.Module):
 
 MODELS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "lstm": (lambda: Recurrent(nn.LSTM, 0.0), (4, 7, 5)),
-    "lstm-dropout": (lambda: Recurrent(nn.LSTM, 0.3), (4, 7, 5)),
     "gru": (lambda: Recurrent(nn.GRU, 0.0), (4, 7, 5)),
     "attention": (lambda: Attention(0.0), (4, 32, 64)),
     "attention-dropout": (lambda: Attention(0.2), (4, 32, 64)),
@@ -147,6 +146,14 @@ def test_optimizer(name: str) -> None:
         return model, cls(model.parameters(), **kwargs)
 
     assert_trains_the_same(classify, make, batches)
+
+
+def test_dropout_inside_cudnn_is_refused_with_advice() -> None:
+    model = Recurrent(nn.LSTM, 0.3).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = (torch.randn(4, 7, 5).cuda(), torch.randint(0, 3, (4,)).cuda())
+    with pytest.raises(rekindle.CaptureError, match=r"rnn has dropout .*\n.*nn\.Dropout between"):
+        rekindle.optimize(classify, model, optimizer, batch)
 
 
 def test_capture_allocates_nothing_on_the_device() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -171,6 +172,14 @@ class _Capture:
                 "Rekindle plans the memory of one device: move the model with "
                 f'model.to("{devices[-1]}") before building the optimizer.',
             )
+        for path, module in self.around.modules.items():
+            if isinstance(module, nn.RNNBase) and _draws_inside_cudnn(module):
+                self._refuse(
+                    f"{path or type(module).__name__} has dropout between its layers, for which "
+                    "cuDNN keeps a random state of its own",
+                    "Write one layer a module with nn.Dropout between them, or switch cuDNN off "
+                    "with torch.backends.cudnn.enabled = False.",
+                )
         for leaf in tree.opaque_leaves(self.batch.structure):
             self._refuse(
                 f"the batch holds a {type(leaf).__name__}, which Rekindle cannot look into",
@@ -224,6 +233,8 @@ class _Capture:
                 enter(libraries.nothing_is_fake())
             enter(self._module_paths())
             enter(torch.compiler.set_stance("force_eager"))
+            enter(warnings.catch_warnings())  # recurrent layers compare addresses; nothing is read
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             enter(torch.enable_grad())
             torch.clear_autocast_cache()
             yield
@@ -462,6 +473,11 @@ def _generator_name(device: Any) -> str:
 def _grad(param: torch.Tensor) -> torch.Tensor:
     assert param.grad is not None
     return param.grad
+
+
+def _draws_inside_cudnn(rnn: nn.RNNBase) -> bool:
+    on_cuda = any(param.is_cuda for param in rnn.parameters())
+    return on_cuda and rnn.training and rnn.dropout > 0 and torch.backends.cudnn.enabled
 
 
 def _subclasses(cls: type) -> Iterator[type]:

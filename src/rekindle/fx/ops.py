@@ -1,8 +1,7 @@
 """Facts about operators, read from their schemas and tags.
 
-Two things are told wrongly there, and set right here, by name: the older batch-norm operators write to
-their running statistics, and oneDNN's recurrent layers return gradients in float32 whatever they are
-given.
+The one thing schemas do not tell is that the older batch-norm operators write to their running
+statistics: `_UNDECLARED_WRITES` holds those, and nothing else.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ _UNDECLARED_WRITES = {
     "aten::cudnn_batch_norm": ("running_mean", "running_var"),
     "aten::miopen_batch_norm": ("running_mean", "running_var"),
 }
-_FLOAT32_RESULTS = frozenset({"aten::mkldnn_rnn_layer_backward"})
 _SAME_TENSOR = frozenset({"aten::detach", "aten::detach_", "aten::alias", "aten::lift_fresh"})
 
 Place = tuple[int, str, Any]  # an argument's position, name and default
@@ -121,13 +119,6 @@ def flops(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: An
     """
     formula: Callable[..., int] | None = flop_registry.get(op._overloadpacket)
     return int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
-
-
-def corrected(op: OpOverload, result: Any) -> Any:
-    """A fake result as the real operator makes it, where torch's fake one is known to differ."""
-    if op._schema.name not in _FLOAT32_RESULTS:
-        return result
-    return tuple(torch.empty_like(tensor, dtype=torch.float32) for tensor in result)
 
 
 def tensors(tree: Any) -> Iterator[torch.Tensor]:

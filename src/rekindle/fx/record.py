@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from rekindle.core.ir import Source
 from rekindle.errors import CaptureError
-from rekindle.fx import ops, rng, where
+from rekindle.fx import fakes, ops, rng, where
 from rekindle.fx.known import KnownValues
 
 aten = torch.ops.aten
@@ -134,6 +134,7 @@ class Recorder(TorchDispatchMode):
         self._name_unknown = name_unknown
         self._twin_of_real: dict[int, torch.Tensor] = {}
         self._views: dict[Hashable, fx.Node] = {}
+        self._node_of_storage: dict[int, fx.Node] = {}
         self._storage_index: dict[int, int] = {}
         self._storages: list[torch.UntypedStorage] = []  # held, so that no address comes twice
         self._last_placeholder: fx.Node | None = None
@@ -173,8 +174,8 @@ class Recorder(TorchDispatchMode):
             return self._read_value(args[0])
         if func is aten.lift_fresh.default and not isinstance(args[0], FakeTensor):
             return self._constant(args[0])
-        if func is aten.set_.source_Storage and args[1].device.type != "meta":
-            return self._weight_buffer(*args)
+        if func in (aten.set_.source_Storage, aten.set_.source_Storage_storage_offset):
+            return self._set_storage(func, *args, **kwargs)
         args, kwargs = ops.map_tensors(args, self._twin), ops.map_tensors(kwargs, self._twin)
         if self.is_paused or ops.is_bookkeeping(func):
             return func(*args, **kwargs)
@@ -183,7 +184,7 @@ class Recorder(TorchDispatchMode):
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        result = ops.corrected(func, func(*args, **kwargs))
+        result = fakes.run(func, args, kwargs)
         if ops.is_same_tensor(func):
             self._hold(self.node_of(args[0]), result)
             self.known.copy(args[0], result)
@@ -219,31 +220,35 @@ class Recorder(TorchDispatchMode):
             self._record(aten.clone.default, (tensor,), {}, fake)
         return fake
 
-    def _weight_buffer(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
-        """cuDNN's recurrent layers look at all their weights, which lie in one storage, as one tensor.
+    def _set_storage(
+        self, func: Any, tensor: Any, storage: torch.UntypedStorage, *rest: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """Make a tensor look at another's memory, which is recorded as a view of the other.
 
-        That tensor is a view of any of the weights.
+        cuDNN's recurrent layers do this: their weights lie in one storage, seen as one tensor.
         """
-        owner = next(
-            (
-                entry
-                for entry in self.tape.entries
-                if not isinstance(entry.tensor, FakeTensor)
-                and entry.tensor.untyped_storage().data_ptr() == storage.data_ptr()
-            ),
-            None,
-        )
+        if storage.device.type != "meta":
+            pointer = storage.data_ptr()
+            twins = (
+                self._twin_of_real[id(e.tensor)]
+                for e in self._real_entries()
+                if e.tensor.untyped_storage().data_ptr() == pointer
+            )
+            storage = next((twin.untyped_storage() for twin in twins), storage)
+        owner = self._node_of_storage.get(self._storage_index.get(storage._cdata, -1))
         if owner is None:
             self.refuse(
                 "sets a tensor's storage by hand",
                 "Make a view of the tensor that owns the memory instead: tensor.view(...).",
             )
-        twin = self._twin_of_real[id(owner.tensor)]
-        result = aten.set_.source_Storage(tensor, twin.untyped_storage())
-        arguments = (owner.tensor, list(result.shape), list(result.stride()), 0)
-        result._rekindle_node = None
-        self._record(aten.as_strided.default, arguments, {}, result)
+        func(tensor, storage, *rest, **kwargs)
+        tensor._rekindle_node = None
+        form = (list(tensor.shape), list(tensor.stride()), tensor.storage_offset())
+        self._record(aten.as_strided.default, (owner, *form), {}, tensor)
         return tensor
+
+    def _real_entries(self) -> list[Entry]:
+        return [e for e in self.tape.entries if id(e.tensor) in self._twin_of_real]
 
     def _hold(self, node: fx.Node, tensor: Any) -> None:
         """Tie a fake tensor to its node.
@@ -256,6 +261,7 @@ class Recorder(TorchDispatchMode):
             storage = self.storage_index(tensor)
             self.tape.metas[node] = Meta(tuple(tensor.shape), tensor.dtype, storage)
             self._views.setdefault(self._view_key(tensor), node)
+            self._node_of_storage.setdefault(storage, node)
 
     def storage_index(self, tensor: torch.Tensor) -> int:
         """The number of the storage behind a fake tensor; views of one storage share it."""

@@ -1,0 +1,51 @@
+"""Fake results of operators that torch describes wrongly or not at all: recurrent layers.
+
+Everything here runs under a `FakeTensorMode`, so nothing is allocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+
+def run(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call an operator on fake tensors."""
+    special = _SPECIAL.get(op._schema.name)
+    return special(op, *args) if special is not None else op(*args, **kwargs)
+
+
+def _onednn_backward(op: OpOverload, *args: Any) -> Any:
+    """oneDNN returns gradients in float32 whatever it is given; torch says in the input's type."""
+    return tuple(torch.empty_like(tensor, dtype=torch.float32) for tensor in op(*args))
+
+
+def _cudnn_forward(op: OpOverload, *args: Any) -> Any:
+    """Given no weight buffer, cuDNN makes one and returns it; torch says it returns none."""
+    output, hy, cy, reserve, weight_buffer = op(*args)
+    if weight_buffer is None:
+        weights: Sequence[torch.Tensor] = args[1]
+        weight_buffer = weights[0].new_empty(sum(weight.numel() for weight in weights))
+    return output, hy, cy, reserve, weight_buffer
+
+
+def _cudnn_backward(op: OpOverload, *args: Any) -> Any:
+    """The gradients of the weights lie in one buffer, like the weights; torch has no fake for it."""
+    inputs, weights, _, weight_buffer, hx, cx = args[:6]
+    buffer, offset, grads = torch.empty_like(weight_buffer), 0, []
+    for weight in weights:
+        strides = torch.empty_like(weight, memory_format=torch.contiguous_format).stride()
+        grads.append(buffer.as_strided(weight.shape, strides, offset))
+        offset += weight.numel()
+    grad_cx = None if cx is None else torch.empty_like(cx)
+    return torch.empty_like(inputs), torch.empty_like(hx), grad_cx, grads
+
+
+_SPECIAL: dict[str, Callable[..., Any]] = {
+    "aten::mkldnn_rnn_layer_backward": _onednn_backward,
+    "aten::_cudnn_rnn": _cudnn_forward,
+    "aten::_cudnn_rnn_backward": _cudnn_backward,
+}
