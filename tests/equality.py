@@ -78,7 +78,7 @@ def assert_trains_the_same(
     *,
     after: Callable[[nn.Module, torch.optim.Optimizer, int], None] | None = None,
 ) -> rekindle.TrainStep:
-    """Train plainly and with Rekindle on the same batches; every bit must agree, results included."""
+    """Train plainly and with Rekindle on the same batches; every bit must agree, results too."""
     outcomes = []
     for use_rekindle in (False, True):
         torch.manual_seed(7)

@@ -3,6 +3,7 @@
 RekindleError
 ├ CaptureError        names the user's line, and what to write instead
 ├ ModelError          no such model, or a model function that returns the wrong thing
+├ UnitError           a quantity in text that cannot be read; a ValueError, too
 ├ ProfileError
 ├ PlanError
 │ ├ InfeasibleBudget  least_peak_bytes
@@ -21,6 +22,10 @@ class RekindleError(Exception):
 
 class ModelError(RekindleError):
     """A model was asked for that is not there, or cannot be built as asked."""
+
+
+class UnitError(RekindleError, ValueError):
+    """A quantity given as text, "8GiB" for one, cannot be read."""
 
 
 class CaptureError(RekindleError):

@@ -1,8 +1,8 @@
 """The training step as data: ops, values and storages, with no torch in sight.
 
-A `Storage` is a piece of memory; a `Value` is a tensor, one way of looking at a storage; an `Op` reads
-values and makes or changes others. Bytes belong to storages alone, so views and in-place operators are
-never counted twice.
+A `Storage` is a piece of memory; a `Value` is a tensor, one way of looking at a storage; an `Op`
+reads values and makes or changes others. Bytes belong to storages alone, so views and in-place
+operators are never counted twice.
 
 A value is a tensor *object*: an in-place op makes no new value, it lists the values it `mutates`.
 """
@@ -118,7 +118,7 @@ class StepGraph:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of the whole graph but for source lines, so that moving code does not change it."""
+        """A hash of the graph but for source lines, so that moving code does not change it."""
         digest = hashlib.sha256()
         for row in self._rows():
             digest.update(json.dumps(row, separators=(",", ":")).encode())

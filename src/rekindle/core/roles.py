@@ -20,8 +20,8 @@ def assign_roles(
 ) -> list[Role]:
     """The role of each storage; `known`, `grads` and `outputs` are storages the capture can name.
 
-    An *activation* is made in the forward pass and read in the backward pass: it is what Rekindle may
-    drop. What the backward pass makes is a weight's gradient, or a gradient on its way to one.
+    An *activation* is made in the forward pass and read in the backward pass: it is what Rekindle
+    may drop. What the backward pass makes is a weight's gradient, or a gradient on its way to one.
     """
     made_in: dict[int, Phase] = {}
     read_in_backward: set[int] = set()

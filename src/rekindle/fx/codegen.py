@@ -1,6 +1,7 @@
 """Writes a recorded step as plain Python code: one operator a line, in captured order.
 
-Each name is deleted after its last use, so that memory is freed exactly as early as in the plain step.
+Each name is deleted after its last use, so that memory is freed exactly as early as in the plain
+step.
 """
 
 from __future__ import annotations

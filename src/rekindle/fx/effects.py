@@ -1,7 +1,7 @@
 """What a step does to modules beside changing tensors in place: attributes it sets.
 
-A module may replace a buffer, keep a hidden state for the next step, or switch itself to training mode.
-Replaying a step has to do the same.
+A module may replace a buffer, keep a hidden state for the next step, or switch itself to training
+mode. Replaying a step has to do the same.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Runs a recorded step on the real tensors.
 
-The optimizer's operators are not run: the user's own optimizer object is called in their place, so that
-learning rates, step counts, hooks and state live where they always live.
+The optimizer's operators are not run: the user's own optimizer object is called in their place, so
+that learning rates, step counts, hooks and state live where they always live.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from rekindle.fx.capture import Recording
 from rekindle.fx.codegen import Code
 from rekindle.fx.record import Kind
+from rekindle.fx.recording import Recording
 
 # The user's optimizer runs with autograd and autocast as they were when the step was called.
 _included_keys = torch._C._dispatch_tls_local_include_set
@@ -33,11 +33,7 @@ class Program:
         self._device_types = sorted({s.device.type for s in recording.tape.storages} - {"meta"})
         self._stale_grads = [use.slot for use in recording.grads if not use.reads_old]
         self._final_grads = [(use.slot, use.final) for use in recording.grads]
-        self._outputs = [
-            *recording.result_nodes,
-            *(node for _, node in self._final_grads if node is not None),
-            *(node for effect in recording.effects for node in effect.nodes),
-        ]
+        self._outputs = recording.outputs
         self._state: list[torch.Tensor] = []
         self.source, self._run = self._generate().compile()
 

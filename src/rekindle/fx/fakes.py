@@ -33,7 +33,7 @@ def _cudnn_forward(op: OpOverload, *args: Any) -> Any:
 
 
 def _cudnn_backward(op: OpOverload, *args: Any) -> Any:
-    """The gradients of the weights lie in one buffer, like the weights; torch has no fake for it."""
+    """The weights' gradients lie in one buffer, like the weights; torch has no fake for it."""
     inputs, weights, _, weight_buffer, hx, cx = args[:6]
     buffer, offset, grads = torch.empty_like(weight_buffer), 0, []
     for weight in weights:

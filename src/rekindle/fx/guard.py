@@ -1,4 +1,4 @@
-"""Checks, before each step, that the user's objects are still as they were captured, values aside."""
+"""Checks before each step that the user's objects are as they were captured, values aside."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rekindle.fx.capture import Recording
+from rekindle.fx.recording import Recording
 
 
 def signature(tensor: torch.Tensor) -> Hashable:

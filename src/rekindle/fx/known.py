@@ -1,7 +1,8 @@
-"""Values that are the same in every step: integers and truth values made from nothing but constants.
+"""Values that are the same in every step: integers and truth values made from constants alone.
 
-Libraries look at such values to choose their way: transformers asks whether position numbers, counted
-up with `arange`, have a gap, and masks attention accordingly. The answer is known while capturing.
+Libraries look at such values to choose their way: transformers asks whether position numbers,
+counted up with `arange`, have a gap, and masks attention accordingly. The answer is known while
+capturing.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Keeps libraries on the way they take in a plain step.
 
-transformers leaves attention masks out when their values allow it, and looks at those values unless it
-meets a fake tensor: then it always masks, which may pick another attention kernel and round
-differently. So it is told that nothing is fake; values that do not depend on data are known anyway. Where
-it asks for one that does depend on data (a padding mask from the batch), the capture starts again and
-lets it take its way for fake tensors, which is right for every mask.
+transformers leaves attention masks out when their values allow it, and looks at those values
+unless it meets a fake tensor: then it always masks, which may pick another attention kernel and
+round differently. So it is told that nothing is fake; values that do not depend on data are known
+anyway. Where it asks for one that does depend on data (a padding mask from the batch), the capture
+starts again and lets it take its way for fake tensors, which is right for every mask.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 from torch import fx
 
-from rekindle.core.ir import Op, Phase, Role, Storage, StepGraph, Value
+from rekindle.core.ir import Op, Phase, Role, StepGraph, Storage, Value
 from rekindle.core.roles import assign_roles
-from rekindle.fx.capture import Recording
 from rekindle.fx.record import Call, Kind, OptimizerCall, run_optimizer
+from rekindle.fx.recording import Recording
 
 _ROLE = {
     Kind.PARAM: Role.PARAM,
@@ -46,7 +46,7 @@ class _Lift:
                 self._add_op(calls[node], phases[node])
             elif node in opaque:
                 self._add_opaque_optimizer(opaque[node])
-        outputs = self._outputs()
+        outputs = self._indices(self.recording.outputs)
         roles = assign_roles(
             len(self.tape.storages),
             self.ops,
@@ -110,12 +110,6 @@ class _Lift:
                 mutates=self._indices(state),
             )
         )
-
-    def _outputs(self) -> tuple[int, ...]:
-        nodes = [*self.recording.result_nodes]
-        nodes += [use.final for use in self.recording.grads if use.final is not None]
-        nodes += [node for effect in self.recording.effects for node in effect.nodes]
-        return self._indices(nodes)
 
 
 def _phases(calls: list[Call]) -> list[Phase]:

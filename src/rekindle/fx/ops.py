@@ -54,7 +54,8 @@ def written(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
 
     >>> running = torch.zeros(3)
     >>> call = (torch.ones(2, 3), None, None, running, None, True, 0.1, 1e-5)
-    >>> [tensor is running for tensor in written(torch.ops.aten.native_batch_norm.default, call, {})]
+    >>> op = torch.ops.aten.native_batch_norm.default
+    >>> [tensor is running for tensor in written(op, call, {})]
     [True]
     """
     if op._schema.name in _UNDECLARED_WRITES:  # these write in training mode only
@@ -88,7 +89,7 @@ def is_bookkeeping(op: OpOverload) -> bool:
 
 @cache
 def is_same_tensor(op: OpOverload) -> bool:
-    """Whether the result is the argument again, different to autograd alone: `detach` and its kin."""
+    """Whether the result is the argument again, but for autograd: `detach` and its kin."""
     return op._schema.name in _SAME_TENSOR
 
 
@@ -103,7 +104,8 @@ def is_in_place(op: OpOverload) -> bool:
 def is_composite(op: OpOverload) -> bool:
     """Whether the operator is written in terms of others, which are what should be recorded.
 
-    Some have a kernel of their own for a device as well, and that is what runs there: `silu_backward`.
+    Some have a kernel of their own for a device as well, and that is what runs there:
+    `silu_backward`.
     """
     keys = torch._C.DispatchKey
     has_own = any(op.has_kernel_for_dispatch_key(key) for key in (keys.CPU, keys.CUDA))

@@ -2,8 +2,9 @@
 
 The step runs with the user's own model and optimizer: whatever real tensor an operator meets, a
 parameter, a buffer, a tensor in a closure, takes part as its fake twin, so nothing real is read,
-written or allocated, and no reference the user holds anywhere is missed. Autograd sees the real leaves,
-so `loss.backward()` hands out gradients as always; they are fake, and taken away again afterwards.
+written or allocated, and no reference the user holds anywhere is missed. Autograd sees the real
+leaves, so `loss.backward()` hands out gradients as always; they are fake, and taken away again
+afterwards.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def run_optimizer(*grads: Any) -> None:
 
 @dataclass
 class Tape:
-    """A recorded step: the FX graph and, for each of its nodes, the facts that FX has no place for."""
+    """A recorded step: the FX graph, and the facts about its nodes that FX has no place for."""
 
     graph: fx.Graph = field(default_factory=fx.Graph)
     entries: list[Entry] = field(default_factory=list)

@@ -1,7 +1,7 @@
 """Reading and setting the default generators, by the name of their device.
 
-A step that saves and restores random state itself, as `torch.utils.checkpoint` does, has these two in
-its graph.
+A step that saves and restores random state itself, as `torch.utils.checkpoint` does, has these two
+in its graph.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Lets the user's step run on their own objects and leaves no trace of it.
 
-Fake tensors never touch real memory, but the step also changes Python objects: gradients appear, the
-optimizer creates state, modules replace buffers. All that is noted before and put back after; what a
-step did to modules is reported, since replaying the step has to do it, too.
+Fake tensors never touch real memory, but the step also changes Python objects: gradients appear,
+the optimizer creates state, modules replace buffers. All that is noted before and put back after;
+what a step did to modules is reported, since replaying the step has to do it, too.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Sandbox:
         """Note one more tensor, met on the way."""
         self._undo.append(_remember_tensor(tensor))
 
-    def drew_random_numbers(self) -> bool:
+    def moved_generators(self) -> bool:
         """Whether a torch generator was moved: by a seed, since fake operators draw nothing."""
         now = random_states()
         return not all(torch.equal(a, b) for a, b in zip(now, self.random_states, strict=False))

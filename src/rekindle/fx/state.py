@@ -1,7 +1,7 @@
 """Finds every tensor a step may touch beside its batch, and where to look it up anew each time.
 
-A `Slot` is a place, not a tensor: `load_state_dict(assign=True)` or a module that replaces its buffer
-puts another tensor there, and the next step must see it.
+A `Slot` is a place, not a tensor: `load_state_dict(assign=True)` or a module that replaces its
+buffer puts another tensor there, and the next step must see it.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ class Surroundings:
                     if isinstance(value, torch.Tensor):
                         yield Slot(kind, prefix + key, store, key)
         for index, group in enumerate(self.optimizer.param_groups):
-            for key in range(len(group["params"])):
-                name = f"optimizer.group{index}.{key}"
-                yield Slot(Kind.PARAM, name, group["params"], key)
+            for position in range(len(group["params"])):
+                name = f"optimizer.group{index}.{position}"
+                yield Slot(Kind.PARAM, name, group["params"], position)
 
     def name_of(self, tensor: torch.Tensor) -> tuple[Kind, str] | None:
         """What a real tensor is called, if it has a place in a module or the optimizer."""

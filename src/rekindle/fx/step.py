@@ -13,10 +13,11 @@ from torch import nn
 
 from rekindle.core.ir import StepGraph
 from rekindle.fx import tree
-from rekindle.fx.capture import Recording, record
+from rekindle.fx.capture import record
 from rekindle.fx.execute import Program
 from rekindle.fx.guard import Guard, signature
 from rekindle.fx.lift import lift
+from rekindle.fx.recording import Recording
 from rekindle.fx.timing import Measurement, measure
 
 log = logging.getLogger("rekindle")

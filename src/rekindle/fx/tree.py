@@ -1,8 +1,8 @@
 """Takes batches and results apart into tensors and everything else, and puts them together again.
 
-On top of what torch's own pytree knows (tuples, lists, dicts, named tuples, registered classes), any
-other mapping that can be built from a dict and any dataclass is taken apart, so that a tokenizer's
-batch or the user's own batch class works as it is.
+On top of what torch's own pytree knows (tuples, lists, dicts, named tuples, registered classes),
+any other mapping that can be built from a dict and any dataclass is taken apart, so that a
+tokenizer's batch or the user's own batch class works as it is.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class _FromFields(NamedTuple):
     kind: type
 
     def __call__(self, data: dict[str, Any]) -> Any:
-        instance = object.__new__(self.kind)
+        instance: Any = object.__new__(self.kind)
         for name, value in data.items():
             object.__setattr__(instance, name, value)
         return instance
@@ -112,7 +112,7 @@ def flatten(tree: Any) -> Flat:
     return Flat(tensors, Structure(tuple(kept), spec))
 
 
-def _open(leaf: Any) -> tuple[Callable[[dict[str, Any]], Any], dict[str, Any]] | None:
+def _open(leaf: Any) -> tuple[Any, dict[str, Any]] | None:
     if isinstance(leaf, Mapping):
         return _FromMapping(type(leaf)), dict(leaf)
     if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):

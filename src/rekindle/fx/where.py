@@ -52,7 +52,7 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def call_site() -> CallSite:
-    """The innermost line outside torch and Rekindle, and whether a loss function of torch ran it."""
+    """The innermost line outside torch and Rekindle, and whether a loss of torch's ran there."""
     in_loss = False
     for frame in _frames(sys._getframe(1)):
         code = frame.f_code
@@ -87,7 +87,7 @@ def traceback_lines(traceback: TracebackType | None) -> list[Line]:
 def definition(function: Callable[..., Any]) -> Line:
     """The line on which a function, a partial or a callable object is defined."""
     function = getattr(function, "func", function)
-    code = getattr(function, "__code__", None) or getattr(
-        getattr(type(function), "__call__", None), "__code__", None
-    )
+    if not hasattr(function, "__code__"):
+        function = vars(type(function)).get("__call__", function)
+    code = getattr(function, "__code__", None)
     return Line(code.co_filename, code.co_firstlineno) if code is not None else NOWHERE

@@ -1,0 +1,117 @@
+"""Lets the recorder know what passes the dispatcher by: modules, schedulers, random state."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as module_hooks
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._python_dispatch import _disable_current_modes
+
+from rekindle.fx.record import Recorder
+from rekindle.fx.sandbox import replaced
+
+_GENERATOR_MODULES = (
+    (torch, "cpu"),
+    (torch.random, "cpu"),
+    (torch.cuda, "cuda"),
+    (torch.cuda.random, "cuda"),
+)
+
+
+@contextmanager
+def watched(recorder: Recorder, modules: dict[str, nn.Module]) -> Iterator[None]:
+    """Everything below, for as long as the step runs."""
+    with ExitStack() as stack:
+        stack.enter_context(_module_paths(recorder, modules))
+        stack.enter_context(_schedulers_refused(recorder))
+        stack.enter_context(_random_state_recorded(recorder))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(warnings.catch_warnings())
+        # recurrent layers compare addresses of weights; nothing is read there
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        torch.clear_autocast_cache()
+        yield
+
+
+@contextmanager
+def _module_paths(recorder: Recorder, modules: dict[str, nn.Module]) -> Iterator[None]:
+    paths = {id(module): path for path, module in modules.items()}
+    stack = recorder.module_path
+
+    def enter(module: nn.Module, args: Any) -> None:
+        stack.append(paths.get(id(module), type(module).__name__))
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        stack.pop()
+
+    hooks = (
+        module_hooks.register_module_forward_pre_hook(enter),
+        module_hooks.register_module_forward_hook(leave, always_call=True),
+    )
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def _schedulers_refused(recorder: Recorder) -> Iterator[None]:
+    def step(*args: Any, **kwargs: Any) -> None:
+        recorder.refuse(
+            "steps a learning-rate scheduler inside the training step",
+            "Call scheduler.step() after step(batch), outside: the new rate is used as it is.",
+        )
+
+    with ExitStack() as stack:
+        for scheduler in (LRScheduler, *_subclasses(LRScheduler)):
+            if "step" in vars(scheduler):
+                stack.enter_context(replaced(scheduler, "step", step))
+        yield
+
+
+def _subclasses(cls: type) -> Iterator[type]:
+    subclass: type
+    for subclass in cls.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)
+
+
+@contextmanager
+def _random_state_recorded(recorder: Recorder) -> Iterator[None]:
+    """`torch.utils.checkpoint` saves and restores random state: that belongs on the tape."""
+    with ExitStack() as stack:
+        for module, kind in _GENERATOR_MODULES:
+            get, set_ = _random_state_functions(recorder, module.get_rng_state, kind)
+            stack.enter_context(replaced(module, "get_rng_state", get))
+            stack.enter_context(replaced(module, "set_rng_state", set_))
+        yield
+
+
+def _random_state_functions(
+    recorder: Recorder, real_get: Callable[..., torch.Tensor], kind: str
+) -> tuple[Callable[..., torch.Tensor], Callable[..., None]]:
+    def get(device: Any = kind) -> torch.Tensor:
+        with _disable_current_modes():
+            state = real_get() if kind == "cpu" else real_get(device)
+        return recorder.get_random_state(_generator_name(device), state)
+
+    def set_(new_state: torch.Tensor, device: Any = kind) -> None:
+        recorder.set_random_state(_generator_name(device), new_state)
+
+    return get, set_
+
+
+def _generator_name(device: Any) -> str:
+    """A generator's device with its number: "cuda" means the current one."""
+    device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return str(device)

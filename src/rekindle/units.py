@@ -1,0 +1,96 @@
+"""Units for people, parsed and printed: the rest of the library knows bytes and microseconds only."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from rekindle.errors import UnitError
+
+_BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_TIME_UNITS = ("µs", "ms", "s")
+_COUNT_UNITS = ("", "k", "M", "G", "T")
+
+_FACTORS = {
+    "": 1,
+    "b": 1,
+    **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)},
+    **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)},
+}
+_QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-z]*)", re.IGNORECASE)
+_ACCEPTED = (
+    "write a number of bytes (1024), or a number and a unit: "
+    "KiB, MiB, GiB, TiB (powers of 1024) or kB, MB, GB, TB (powers of 1000), as in '8GiB' or '1.5 GB'"
+)
+
+
+def format_bytes(nbytes: int) -> str:
+    """Bytes in powers of 1024, with three significant digits; below 1 KiB, to the byte.
+
+    >>> format_bytes(1023), format_bytes(1536), format_bytes(85_899_345_920)
+    ('1023 B', '1.50 KiB', '80.0 GiB')
+
+    What would take a fourth digit moves to the next unit:
+
+    >>> format_bytes(1000 * 1024)
+    '0.977 MiB'
+    """
+    if abs(nbytes) < 1024:
+        return f"{nbytes} B"
+    return _scaled(nbytes / 1024, 1024, _BYTE_UNITS[1:])
+
+
+def format_us(us: float) -> str:
+    """Microseconds as µs, ms or s, with three significant digits.
+
+    >>> format_us(0.5), format_us(1234), format_us(2_500_000)
+    ('0.500 µs', '1.23 ms', '2.50 s')
+    """
+    return _scaled(us, 1000, _TIME_UNITS)
+
+
+def format_count(count: int) -> str:
+    """A large count, of floating-point operations for one, in powers of 1000.
+
+    >>> format_count(0), format_count(999), format_count(400_052_224), format_count(2 * 10**12)
+    ('0', '999', '400M', '2.00T')
+    """
+    if abs(count) < 1000:
+        return str(count)
+    return _scaled(count / 1000, 1000, _COUNT_UNITS[1:], between="")
+
+
+def parse_bytes(text: str | int) -> int:
+    """The number of bytes that a text names. A fraction of a byte is cut off.
+
+    >>> parse_bytes("8GiB"), parse_bytes("500MB"), parse_bytes("1.5 GB"), parse_bytes("1024")
+    (8589934592, 500000000, 1500000000, 1024)
+    >>> parse_bytes(4096)
+    4096
+    >>> parse_bytes("8 potatoes")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    rekindle.errors.UnitError: '8 potatoes' is not an amount of memory: write a number of bytes ...
+    """
+    if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
+        return text
+    match = _QUANTITY.fullmatch(text.strip()) if isinstance(text, str) else None
+    factor = _FACTORS.get(match[2].lower()) if match else None
+    if match is None or factor is None:
+        raise UnitError(f"{text!r} is not an amount of memory: {_ACCEPTED}")
+    return int(Fraction(match[1]) * factor)
+
+
+def _scaled(value: float, base: int, units: tuple[str, ...], *, between: str = " ") -> str:
+    """The value in the first unit that needs no more than three digits before the point."""
+    for unit in units[:-1]:
+        if abs(float(f"{value:.3g}")) < 1000:
+            break
+        value /= base
+    else:
+        unit = units[-1]
+    rounded = float(f"{value:.3g}")
+    if rounded == 0 or abs(rounded) >= 1000:
+        number = f"{value:.0f}"
+    else:
+        number = f"{rounded:#.3g}".removesuffix(".")
+    return f"{number}{between}{unit}"
