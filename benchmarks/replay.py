@@ -113,7 +113,8 @@ def main() -> None:
         print(
             f"{case['model']:>12} ×{case['batch']:<4} {case['precision']}  "
             f"captured in {result['capture_s']:5.2f} s  "
-            f"plain {result['plain']['step_us'] / 1e3:8.2f} ms  time ×{result['time_ratio']:.4f}  peak ×{peak}",
+            f"plain {result['plain']['step_us'] / 1e3:8.2f} ms  "
+            f"time ×{result['time_ratio']:.4f}  peak ×{peak}",
             flush=True,
         )
         gc.collect()

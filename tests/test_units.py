@@ -96,4 +96,4 @@ def test_what_is_no_amount_is_refused_with_the_accepted_forms(text: Any) -> None
 
 @given(st.integers(min_value=0, max_value=1 << 50))
 def test_what_is_printed_reads_back_within_half_a_percent(nbytes: int) -> None:
-    assert parse_bytes(format_bytes(nbytes)) == pytest.approx(nbytes, rel=0.006)
+    assert parse_bytes(format_bytes(nbytes)) == pytest.approx(nbytes, rel=0.0051)

@@ -45,3 +45,7 @@ class CaptureError(RekindleError):
         self.filename = filename
         self.lineno = lineno
         self.advice = advice
+
+
+class ProfileError(RekindleError):
+    """A profile cannot be made, read, or used with this graph."""

@@ -1,4 +1,4 @@
-"""Units for people, parsed and printed: the rest of the library knows bytes and microseconds only."""
+"""Units for people, parsed and printed; everywhere else there are bytes and microseconds only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _FACTORS = {
 _QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-z]*)", re.IGNORECASE)
 _ACCEPTED = (
     "write a number of bytes (1024), or a number and a unit: "
-    "KiB, MiB, GiB, TiB (powers of 1024) or kB, MB, GB, TB (powers of 1000), as in '8GiB' or '1.5 GB'"
+    "KiB, MiB, GiB, TiB (powers of 1024) or kB, MB, GB, TB (powers of 1000), "
+    "as in '8GiB' or '1.5 GB'"
 )
 
 
@@ -82,15 +83,13 @@ def parse_bytes(text: str | int) -> int:
 
 def _scaled(value: float, base: int, units: tuple[str, ...], *, between: str = " ") -> str:
     """The value in the first unit that needs no more than three digits before the point."""
-    for unit in units[:-1]:
-        if abs(float(f"{value:.3g}")) < 1000:
-            break
+    position = 0
+    while abs(float(f"{value:.3g}")) >= 1000 and position < len(units) - 1:
         value /= base
-    else:
-        unit = units[-1]
+        position += 1
     rounded = float(f"{value:.3g}")
     if rounded == 0 or abs(rounded) >= 1000:
         number = f"{value:.0f}"
     else:
         number = f"{rounded:#.3g}".removesuffix(".")
-    return f"{number}{between}{unit}"
+    return f"{number}{between}{units[position]}"

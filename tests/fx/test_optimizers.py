@@ -11,6 +11,8 @@ from equality import assert_trains_the_same
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 
+import rekindle
+
 
 def small_model() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
@@ -113,13 +115,24 @@ def test_optimizer(setting: str) -> None:
     assert {"param_0_weight", "param_2_bias"} <= written_params, "the graph has the update"
 
 
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_capture_in_the_middle_of_training(setting: str) -> None:
+    """With the optimizer's state there, as after a resume, the graph is the same as without."""
+    cls, kwargs = SETTINGS[setting]
+    model = small_model()
+    optimizer = cls(model.parameters(), **kwargs)  # type: ignore[call-arg]
+    fresh = rekindle.capture(train_step, model, optimizer, batches()[0])
+    train_step(model, optimizer, batches()[0])
+    resumed = rekindle.capture(train_step, model, optimizer, batches()[0])
+    assert [op.target for op in resumed.graph.ops] == [op.target for op in fresh.graph.ops]
+    assert resumed.graph.bytes_by_role() == fresh.graph.bytes_by_role()
+
+
 @pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop])
 def test_capturable_is_refused_by_torch_on_the_cpu_just_the_same(cls: Any) -> None:
     """`capturable=True` needs an accelerator; the plain step's own error must reach the user."""
     model = small_model()
     optimizer = cls(model.parameters(), capturable=True)
-    import rekindle
-
     step = rekindle.optimize(train_step, model, optimizer, batches()[0])
     with pytest.raises(AssertionError, match="capturable"):
         step(batches()[0])
@@ -179,8 +192,6 @@ def test_optimizer_hooks_run_once_a_step() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.register_step_pre_hook(lambda *args: calls.append("before"))
     optimizer.register_step_post_hook(lambda *args: calls.append("after"))
-    import rekindle
-
     step = rekindle.optimize(train_step, model, optimizer, batches()[0])
     assert calls == []
     step(batches()[0])

@@ -103,7 +103,7 @@ class Op:
     source: Source = Source("", "", 0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # compared by identity, or by fingerprint
 class StepGraph:
     """One training step: its ops in captured order, and every value and storage they touch.
 

@@ -44,6 +44,7 @@ class Meta(NamedTuple):
     """A tensor's description; `storage` is an index into `Tape.storages`."""
 
     shape: tuple[int, ...]
+    stride: tuple[int, ...]
     dtype: torch.dtype
     storage: int
 
@@ -260,7 +261,9 @@ class Recorder(TorchDispatchMode):
         tensor._rekindle_node = node
         if node not in self.tape.metas:
             storage = self.storage_index(tensor)
-            self.tape.metas[node] = Meta(tuple(tensor.shape), tensor.dtype, storage)
+            self.tape.metas[node] = Meta(
+                tuple(tensor.shape), tensor.stride(), tensor.dtype, storage
+            )
             self._views.setdefault(self._view_key(tensor), node)
             self._node_of_storage.setdefault(storage, node)
 
@@ -377,12 +380,12 @@ class Recorder(TorchDispatchMode):
                 return value.item()
         if self.in_optimizer:
             # Optimizers read their step count. The recorded optimizer is for analysis alone (the
-            # user's own one will run), so any number does.
-            return torch.ones((), dtype=tensor.dtype, device="cpu").tolist()
+            # user's own one will run), so any number does; 2 is past all special cases of 0 and 1.
+            return 2.0 if tensor.is_floating_point() else tensor.dtype is torch.bool or 2
         if self.on_value_asked is not None:
             self.on_value_asked(where.call_site().line)
         self.refuse(
-            "reads the value of a tensor (.item(), float(), bool(), if, print) during the step",
+            "reads the value of a tensor (.item(), float(), bool(), if) during the step",
             "The step is captured once, without values. Return the tensor and read it outside: "
             "loss = step(batch); loss.item(). For a choice by value, write torch.where(...).",
         )

@@ -70,6 +70,13 @@ def random_states() -> list[Any]:
     return states
 
 
+def set_random_states(states: list[Any]) -> None:
+    """Set every generator back to what `random_states` returned."""
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state_all(states[1:])
+
+
 class PythonRandom:
     """The generators of `random` and numpy, whose draws cannot be part of a graph."""
 
@@ -116,9 +123,7 @@ class Sandbox:
         """Put everything back as it was."""
         for undo in reversed(self._undo):
             undo()
-        torch.set_rng_state(self.random_states[0])
-        if len(self.random_states) > 1:
-            torch.cuda.set_rng_state_all(self.random_states[1:])
+        set_random_states(self.random_states)
         self.python_random.restore()
         torch.clear_autocast_cache()
 

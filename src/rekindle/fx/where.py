@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-_TORCH = str(Path(torch.__file__).parent)
+_TORCH = str(Path(torch.__file__).parent) + os.sep  # not torchvision
 _REKINDLE_LAYERS = tuple(
     str(Path(__file__).parents[1] / part) for part in ("fx", "api.py", "cli.py")
 )

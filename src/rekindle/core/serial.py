@@ -1,0 +1,184 @@
+"""Graphs and profiles as JSON, both ways; never pickle.
+
+A saved profile is one gzip-compressed JSON file that holds graph and profile together, so that what
+was measured on a GPU can be studied and planned anywhere.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rekindle.core.cost import OpCost, Profile
+from rekindle.core.ir import Op, Phase, Role, Source, StepGraph, Storage, Value
+from rekindle.errors import ProfileError
+
+SCHEMA = 1
+
+
+class SavedProfile(NamedTuple):
+    """What a saved profile holds: graph, profile, and what they are of."""
+
+    graph: StepGraph
+    profile: Profile
+    about: dict[str, Any]  # model, batch, precision, and whatever else the maker wrote down
+
+
+def graph_to_json(graph: StepGraph) -> dict[str, Any]:
+    """A graph as plain lists; strings that repeat are written once and referred to by number."""
+    sources = _Table()
+    targets = _Table()
+    return {
+        "storages": [[s.nbytes, s.role.name, s.device] for s in graph.storages],
+        "values": [[v.name, v.storage, list(v.shape), v.dtype, v.producer] for v in graph.values],
+        "ops": [
+            [
+                op.name,
+                targets.number(op.target),
+                op.phase.name,
+                list(op.inputs),
+                list(op.outputs),
+                list(op.mutates),
+                int(op.is_random),
+                int(op.is_view),
+                op.flops,
+                sources.number((op.source.module, _portable(op.source.filename), op.source.lineno)),
+            ]
+            for op in graph.ops
+        ],
+        "outputs": list(graph.outputs),
+        "targets": targets.rows,
+        "sources": [list(source) for source in sources.rows],
+    }
+
+
+def graph_from_json(data: dict[str, Any]) -> StepGraph:
+    """The graph that `graph_to_json` wrote."""
+    sources = [Source(*source) for source in data["sources"]]
+    targets = data["targets"]
+    return StepGraph(
+        ops=tuple(
+            Op(
+                index=index,
+                name=name,
+                target=targets[target],
+                phase=Phase[phase],
+                inputs=tuple(inputs),
+                outputs=tuple(outputs),
+                mutates=tuple(mutates),
+                is_random=bool(is_random),
+                is_view=bool(is_view),
+                flops=flops,
+                source=sources[source],
+            )
+            for index, (
+                name,
+                target,
+                phase,
+                inputs,
+                outputs,
+                mutates,
+                is_random,
+                is_view,
+                flops,
+                source,
+            ) in enumerate(data["ops"])
+        ),
+        values=tuple(
+            Value(index, name, storage, tuple(shape), dtype, producer)
+            for index, (name, storage, shape, dtype, producer) in enumerate(data["values"])
+        ),
+        storages=tuple(
+            Storage(index, nbytes, Role[role], device)
+            for index, (nbytes, role, device) in enumerate(data["storages"])
+        ),
+        outputs=tuple(data["outputs"]),
+    )
+
+
+def profile_to_json(profile: Profile) -> dict[str, Any]:
+    """A profile as plain lists."""
+    return {
+        "device": profile.device,
+        "fingerprint": profile.fingerprint,
+        "method": profile.method,
+        "allocator": profile.allocator,
+        "overhead_bytes": profile.overhead_bytes,
+        "transfer_latency_us": profile.transfer_latency_us,
+        "to_host_bytes_per_us": profile.to_host_bytes_per_us,
+        "to_device_bytes_per_us": profile.to_device_bytes_per_us,
+        "versions": dict(profile.versions),
+        "costs": [
+            [round(cost.time_us, 3), cost.workspace_bytes, int(cost.is_measured)]
+            for cost in profile.costs
+        ],
+    }
+
+
+def profile_from_json(data: dict[str, Any]) -> Profile:
+    """The profile that `profile_to_json` wrote."""
+    fields = dict(data)
+    costs = tuple(OpCost(us, workspace, bool(m)) for us, workspace, m in fields.pop("costs"))
+    return Profile(costs=costs, **fields)
+
+
+def save_profile(path: Path, graph: StepGraph, profile: Profile, about: dict[str, Any]) -> None:
+    """Write graph and profile into one file."""
+    profile.check(graph)
+    data = {
+        "schema": SCHEMA,
+        "about": about,
+        "graph": graph_to_json(graph),
+        "profile": profile_to_json(profile),
+    }
+    text = json.dumps(data, separators=(",", ":"))
+    # written aside first, so that an interrupted write leaves no half file; mtime=0: same bytes
+    aside = path.with_name(path.name + ".part")
+    with aside.open("wb") as raw, gzip.GzipFile("", "wb", mtime=0, fileobj=raw) as file:
+        file.write(text.encode())
+    aside.replace(path)
+
+
+def load_profile(path: Path) -> SavedProfile:
+    """Read what `save_profile` wrote; a file that is damaged or of another kind is refused."""
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            data = json.load(file)
+        if data["schema"] != SCHEMA:
+            raise ProfileError(
+                f"{path} has schema {data['schema']}, and this version reads {SCHEMA}: "
+                "save the profile anew with rekindle profile MODEL --save FILE."
+            )
+        graph = graph_from_json(data["graph"])
+        profile = profile_from_json(data["profile"])
+        profile.check(graph)
+        return SavedProfile(graph, profile, data["about"])
+    except FileNotFoundError:
+        raise ProfileError(f"there is no file {path}") from None
+    except (OSError, EOFError, ValueError, KeyError, TypeError, IndexError) as error:
+        raise ProfileError(
+            f"{path} is no saved profile, or is damaged ({error}): "
+            "save it anew with rekindle profile MODEL --save FILE."
+        ) from error
+
+
+def _portable(filename: str) -> str:
+    """A source file's name without the part that only this machine knows."""
+    library = filename.rpartition("site-packages/")[2]
+    return library if library != filename else "/".join(Path(filename).parts[-2:])
+
+
+class _Table:
+    """Numbers for things that come again and again."""
+
+    def __init__(self) -> None:
+        self.rows: list[Any] = []
+        self._numbers: dict[Any, int] = {}
+
+    def number(self, row: Any) -> int:
+        if row not in self._numbers:
+            self._numbers[row] = len(self.rows)
+            self.rows.append(row)
+        return self._numbers[row]

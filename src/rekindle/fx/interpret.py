@@ -1,0 +1,103 @@
+"""Runs a recorded step op by op, the optimizer's operators included, and lets others watch.
+
+This is for measuring: it may run on the user's own tensors, so `preserved` puts their values back.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+
+from rekindle.fx import sandbox
+from rekindle.fx.record import Kind
+from rekindle.fx.recording import Recording
+
+# (an op's index, the operator, its arguments) -> its result
+Around = Callable[[int, Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def inputs(recording: Recording, batch: list[torch.Tensor]) -> dict[fx.Node, torch.Tensor]:
+    """A tensor for all that enters the step; optimizer state that is not there yet is made up."""
+    slots = {(slot.kind, slot.name): slot for slot in recording.around.slots}
+    made = dict(zip(recording.batch_nodes, batch, strict=True))
+    for entry in recording.tape.entries:
+        if entry.kind is Kind.BATCH:
+            continue
+        slot = slots.get((entry.kind, entry.name))
+        if slot is not None:
+            made[entry.node] = slot.get()
+        elif type(entry.tensor) in (torch.Tensor, torch.nn.Parameter):
+            made[entry.node] = entry.tensor
+        else:
+            made[entry.node] = make_up(recording, entry.node)
+    return made
+
+
+def make_up(recording: Recording, node: fx.Node) -> torch.Tensor:
+    """A tensor of a node's form: random numbers, or zeros where an index may be meant."""
+    meta = recording.tape.metas[node]
+    device = recording.tape.storages[meta.storage].device
+    tensor = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=device)
+    return tensor.normal_() if meta.dtype.is_floating_point else tensor.zero_()
+
+
+@contextmanager
+def preserved(recording: Recording) -> Iterator[None]:
+    """Put every real tensor and generator back as it was, from copies in host memory."""
+    real = [e.tensor for e in recording.tape.entries if e.kind is not Kind.BATCH]
+    tensors = [slot.get() for slot in recording.around.slots]
+    tensors += [t for t in real if type(t) in (torch.Tensor, torch.nn.Parameter)]
+    unique = list({id(t): t for t in tensors}.values())
+    copies = [t.detach().to("cpu", copy=True) for t in unique]
+    states = sandbox.random_states()
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, copy in zip(unique, copies, strict=True):
+                tensor.copy_(copy)
+        sandbox.set_random_states(states)
+
+
+def run(recording: Recording, env: dict[fx.Node, Any], around: Around) -> None:
+    """Run every op in order, freeing each value after its last use. `env` is used up."""
+    calls = {call.node: index for index, call in enumerate(recording.tape.calls)}
+    nodes = executed(recording)
+    dying = _last_uses(nodes)
+    with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
+        for node in nodes:
+            if node.target is operator.getitem:
+                env[node] = env[node.all_input_nodes[0]][node.args[1]]
+            else:
+                args = fx.map_arg(node.args, env.__getitem__)
+                kwargs = fx.map_arg(node.kwargs, env.__getitem__)
+                torch._C._set_grad_enabled(recording.tape.calls[calls[node]].grad_enabled)
+                env[node] = around(calls[node], node.target, args, kwargs)
+                del args, kwargs
+            for dead in dying[node]:
+                del env[dead]
+
+
+def executed(recording: Recording) -> list[fx.Node]:
+    """The nodes that stand for operators, the optimizer's included, and their results."""
+    known = {call.node for call in recording.tape.calls}
+    return [
+        node
+        for node in recording.tape.graph.nodes
+        if node in known or node.target is operator.getitem
+    ]
+
+
+def _last_uses(nodes: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    seen: set[fx.Node] = set()
+    dying: dict[fx.Node, list[fx.Node]] = {}
+    for node in reversed(nodes):
+        last = [n for n in (node, *node.all_input_nodes) if n not in seen]
+        seen.update(last)
+        dying[node] = last
+    return dying

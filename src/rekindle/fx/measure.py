@@ -1,0 +1,196 @@
+"""Measures every op of a captured step where its tensors live.
+
+Ops run in captured order, after a run to warm up; times are medians over runs. On CUDA an op's time
+is that of its kernels, as the profiler reports them, not of launching them; on the CPU it is wall
+time. A step too large for the device is measured one distinct operator at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from rekindle.core.cost import OpCost, Profile
+from rekindle.core.ir import StepGraph
+from rekindle.core.liveness import analyze
+from rekindle.core.simulate import device_sizes
+from rekindle.errors import ProfileError
+from rekindle.fx import interpret
+from rekindle.fx.meters import Around, CpuMeter, CudaMeter, Meter, plainly
+from rekindle.fx.recording import Recording
+
+log = logging.getLogger("rekindle")
+
+Progress = Callable[[str], None]
+
+
+def device_name(device: torch.device) -> str:
+    """What a device is called in a profile."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def versions() -> dict[str, str]:
+    """What a measurement depends on beside the graph and the device."""
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def measure_profile(
+    recording: Recording,
+    graph: StepGraph,
+    batch: list[torch.Tensor] | None,
+    device: torch.device,
+    *,
+    runs: int = 3,
+    progress: Progress = lambda text: None,
+) -> Profile:
+    """The measured profile of a step. The user's tensors and generators stay as they are."""
+    if len(recording.tape.calls) != len(graph.ops):
+        raise ProfileError(
+            "this step's optimizer cannot be recorded, so the step cannot be measured op by op: "
+            'ask for an analytic profile of a named device instead, as in device="H200".'
+        )
+    meter: Meter = CudaMeter(device) if device.type == "cuda" else CpuMeter()
+    session = _Session(recording, graph, meter, runs, progress)
+    try:
+        return session.in_order(batch, device_name(device))
+    except torch.OutOfMemoryError:
+        log.info("the step does not fit into memory: measuring each distinct operator alone")
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return session.one_by_one(device_name(device))
+
+
+class _Session:
+    def __init__(
+        self,
+        recording: Recording,
+        graph: StepGraph,
+        meter: Meter,
+        runs: int,
+        progress: Progress,
+    ) -> None:
+        self.recording = recording
+        self.graph = graph
+        self.meter = meter
+        self.runs = runs
+        self.progress = progress
+        slots = {(slot.kind, slot.name): slot for slot in recording.around.slots}
+        self._slot_of = {
+            entry.node: slots[entry.kind, entry.name]
+            for entry in recording.tape.entries
+            if (entry.kind, entry.name) in slots
+        }
+
+    def in_order(self, batch: list[torch.Tensor] | None, device: str) -> Profile:
+        """Run the whole step, op after op."""
+        recording, n_ops = self.recording, len(self.graph.ops)
+        if batch is None:
+            batch = [interpret.make_up(recording, node) for node in recording.batch_nodes]
+
+        def run(around: Around) -> None:
+            interpret.run(recording, interpret.inputs(recording, batch), around)
+
+        with interpret.preserved(recording):
+            self.progress("warming up")
+            run(plainly)
+            self.progress("measuring memory")
+            workspaces, at_start = self.meter.workspaces_bytes(run, n_ops)
+            samples = []
+            for index in range(self.runs):
+                self.progress(f"measuring times, run {index + 1} of {self.runs}")
+                samples.append(self.meter.times_us(run, n_ops))
+            times = np.median(np.stack(samples), axis=0)
+            self.progress("measuring the whole step")
+            step_us = self.meter.step_us(run)
+        method = f"in order, median of {self.runs} runs"
+        if step_us is not None and times.sum() > 0:
+            # One at a time, kernels cannot start while the one before drains; in a step they do.
+            scale = step_us / times.sum()
+            times = times * scale
+            method += f"; kernel times scaled by {scale:.3f} to the step in a CUDA graph"
+        return self._profile(device, times, workspaces, self._overhead(at_start), method)
+
+    def one_by_one(self, device: str) -> Profile:
+        """Run each distinct operator alone, on tensors made for it."""
+        calls = self.recording.tape.calls
+        groups: dict[Hashable, list[int]] = {}
+        for index, call in enumerate(calls):
+            groups.setdefault(self._signature(call.node), []).append(index)
+        firsts = [indices[0] for indices in groups.values()]
+        times, workspaces = np.zeros(len(calls)), np.zeros(len(calls), dtype=np.int64)
+
+        def run(around: Around) -> None:
+            for number, index in enumerate(firsts):
+                self.progress(f"operator {number + 1} of {len(firsts)}")
+                self._run_alone(calls[index].node, lambda *a, i=index: around(i, *a))
+
+        with interpret.preserved(self.recording):
+            run(plainly)
+            alone, at_start = self.meter.workspaces_bytes(run, len(calls))
+            samples = [self.meter.times_us(run, len(calls)) for _ in range(self.runs)]
+        medians = np.median(np.stack(samples), axis=0)
+        for first, indices in zip(firsts, groups.values(), strict=True):
+            times[indices], workspaces[indices] = medians[first], alone[first]
+        method = f"{len(firsts)} distinct operators alone, median of {self.runs} runs"
+        return self._profile(device, times, workspaces, self._overhead(at_start), method)
+
+    def _run_alone(self, node: fx.Node, around: Callable[..., Any]) -> None:
+        made = {arg: self._tensor_for(arg) for arg in node.all_input_nodes}
+        args = fx.map_arg(node.args, made.__getitem__)
+        kwargs = fx.map_arg(node.kwargs, made.__getitem__)
+        with torch.no_grad():
+            around(node.target, args, kwargs)
+
+    def _tensor_for(self, node: fx.Node) -> torch.Tensor:
+        """A parameter or buffer itself, since it is there anyway; else a tensor made up."""
+        slot = self._slot_of.get(node)
+        return slot.get() if slot is not None else interpret.make_up(self.recording, node)
+
+    def _signature(self, node: fx.Node) -> Hashable:
+        """What an operator's cost depends on: itself, and the forms of its arguments."""
+        metas = self.recording.tape.metas
+
+        def form(arg: Any) -> Any:
+            if isinstance(arg, fx.Node):
+                return metas[arg]._replace(storage=0)
+            if isinstance(arg, (list, tuple)):
+                return tuple(form(item) for item in arg)
+            return repr(arg)
+
+        kwargs = tuple((key, form(arg)) for key, arg in node.kwargs.items())
+        return node.target, tuple(form(arg) for arg in node.args), kwargs
+
+    def _overhead(self, at_start: int) -> int:
+        """What was allocated beside the graph's own tensors when the step began."""
+        if not at_start:
+            return 0
+        sizes = device_sizes(self.graph, self.meter.allocator)
+        return max(0, at_start - int(sizes[analyze(self.graph).is_resident].sum()))
+
+    def _profile(
+        self, device: str, times: Any, workspaces: Any, overhead_bytes: int, method: str
+    ) -> Profile:
+        to_host, to_device = self.meter.transfer_rates()
+        return Profile(
+            device=device,
+            fingerprint=self.graph.fingerprint,
+            costs=tuple(
+                OpCost(float(us), int(workspace), is_measured=True)
+                for us, workspace in zip(times, workspaces, strict=True)
+            ),
+            allocator=self.meter.allocator,
+            overhead_bytes=overhead_bytes,
+            to_host_bytes_per_us=to_host,
+            to_device_bytes_per_us=to_device,
+            method=method,
+            versions=versions(),
+        )

@@ -1,0 +1,174 @@
+"""Instruments: how long ops take and what they allocate, on CUDA and on the CPU."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, record_function
+from torch.profiler import profile as torch_profile
+
+Around = Callable[[int, Any, tuple[Any, ...], dict[str, Any]], Any]
+Run = Callable[[Around], None]  # runs all ops, each through the function it is given
+
+_MARK = "rekindle:"
+
+
+class Meter(Protocol):
+    """An instrument for one kind of device."""
+
+    allocator: str
+
+    def times_us(self, run: Run, n_ops: int) -> NDArray[np.float64]:
+        """The time of each op, from one run."""
+
+    def workspaces_bytes(self, run: Run, n_ops: int) -> tuple[NDArray[np.int64], int]:
+        """What each op allocates beside its results, and what was allocated when the run began."""
+
+    def step_us(self, run: Run) -> float | None:
+        """The time of the whole run without any gap between ops, if that can be had."""
+
+    def transfer_rates(self) -> tuple[float, float]:
+        """Bytes a microsecond from the device to the host and back; zeros if there is no way."""
+
+
+def plainly(index: int, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an op and nothing else."""
+    return op(*args, **kwargs)
+
+
+def _marked(index: int, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with record_function(f"{_MARK}{index}"):
+        return op(*args, **kwargs)
+
+
+class CudaMeter:
+    """Kernel times from the profiler, bytes from the caching allocator."""
+
+    allocator = "cuda"
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def times_us(self, run: Run, n_ops: int) -> NDArray[np.float64]:
+        activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+        with torch_profile(activities=activities, acc_events=True) as profiler:
+            run(_marked)
+            torch.cuda.synchronize(self._device)
+        times = np.zeros(n_ops)
+        for event in profiler.events():
+            if event.name.startswith(_MARK) and event.device_type == DeviceType.CPU:
+                times[int(event.name.removeprefix(_MARK))] += event.device_time_total
+        return times
+
+    def workspaces_bytes(self, run: Run, n_ops: int) -> tuple[NDArray[np.int64], int]:
+        allocated = torch.cuda.memory_allocated
+        found = np.zeros(n_ops, dtype=np.int64)
+        at_start: list[int] = []
+
+        def around(index: int, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            before = allocated(self._device)
+            if not at_start:
+                at_start.append(before)
+            torch.cuda.reset_peak_memory_stats(self._device)
+            result = op(*args, **kwargs)
+            peak = torch.cuda.max_memory_allocated(self._device)
+            found[index] = peak - max(before, allocated(self._device))
+            return result
+
+        run(around)
+        return found, at_start[0] if at_start else 0
+
+    def step_us(self, run: Run) -> float | None:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                run(plainly)
+        except RuntimeError:  # something in the step cannot be captured
+            return None
+        samples = []
+        for _ in range(8):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            samples.append(start.elapsed_time(end) * 1e3)
+        return statistics.median(samples[2:])
+
+    def transfer_rates(self) -> tuple[float, float]:
+        nbytes = 64 << 20
+        host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        there = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        rates = []
+        for target, source in ((host, there), (there, host)):
+            samples = []
+            for _ in range(4):
+                torch.cuda.synchronize(self._device)
+                start = time.perf_counter()
+                target.copy_(source, non_blocking=True)
+                torch.cuda.synchronize(self._device)
+                samples.append((time.perf_counter() - start) * 1e6)
+            rates.append(nbytes / min(samples))
+        return rates[0], rates[1]
+
+
+class CpuMeter:
+    """Wall times, and bytes from the profiler's record of allocations."""
+
+    allocator = "exact"
+
+    def times_us(self, run: Run, n_ops: int) -> NDArray[np.float64]:
+        times = np.zeros(n_ops)
+        clock = time.perf_counter_ns
+
+        def around(index: int, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            start = clock()
+            result = op(*args, **kwargs)
+            times[index] = (clock() - start) / 1e3
+            return result
+
+        run(around)
+        return times
+
+    def workspaces_bytes(self, run: Run, n_ops: int) -> tuple[NDArray[np.int64], int]:
+        found = np.zeros(n_ops, dtype=np.int64)
+        with torch_profile(
+            activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+        ) as profiler:
+            run(_marked)
+        moments, totals = allocations(profiler)
+        for event in profiler.profiler.kineto_results.events():
+            if not event.name().startswith(_MARK):
+                continue
+            first = int(np.searchsorted(moments, event.start_ns()))
+            last = int(np.searchsorted(moments, event.start_ns() + event.duration_ns()))
+            before, during = totals[first], totals[first + 1 : last + 1]
+            if len(during):
+                workspace = int(during.max()) - int(max(before, during[-1]))
+                found[int(event.name().removeprefix(_MARK))] = max(0, workspace)
+        return found, 0
+
+    def step_us(self, run: Run) -> float | None:
+        return None
+
+    def transfer_rates(self) -> tuple[float, float]:
+        return 0.0, 0.0
+
+
+def allocations(profiler: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """When the CPU's allocator was used, and the bytes held since the start, before and after each.
+
+    The second array is one longer: its first element is 0.
+    """
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    rows = sorted((e.start_ns(), e.nbytes()) for e in events if e.device_type() == DeviceType.CPU)
+    moments = np.array([moment for moment, _ in rows], dtype=np.int64)
+    totals = np.cumsum([0, *(nbytes for _, nbytes in rows)], dtype=np.int64)
+    return moments, totals

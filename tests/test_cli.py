@@ -1,0 +1,169 @@
+"""The commands as users call them: what they print where, and their exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import rekindle
+from rekindle import cli, models
+from rekindle.errors import CaptureError, ModelError
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """The exit code, standard output and standard error of one command."""
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    out, err = capsys.readouterr()
+    return int(caught.value.code or 0), out, err
+
+
+@pytest.fixture
+def small_demo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A demo of one model that needs nothing but torch."""
+    monkeypatch.setattr(cli, "DEMO_MODELS", ("mlp",))
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "--version") == (0, f"rekindle {rekindle.__version__}\n", "")
+    code, out, err = run(capsys, "--help")
+    assert (code, err) == (0, "")
+    assert "models" in out
+    assert "demo" in out
+    assert run(capsys)[0] == 2
+
+
+def test_models_lists_the_zoo(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "models")
+    assert (code, err) == (0, "")
+    listed = [line.split()[0] for line in out.splitlines() if line[1:2].strip(" ─")]
+    assert listed[0] == "model"
+    assert set(listed[1:]) >= {spec.name for spec in models.available()}
+
+
+def test_models_as_json_alone_on_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "models", "--json", "-")
+    assert (code, err) == (0, "")
+    data = json.loads(out)
+    assert data["schema"] == 1
+    assert data["versions"]["torch"] == str(torch.__version__)
+    by_name = {row["name"]: row for row in data["models"]}
+    assert list(by_name) == [spec.name for spec in models.available()]
+    assert by_name["resnet18"]["needs"] == "torchvision"
+    assert by_name["mlp"]["needs"] is None
+    assert by_name["mlp"]["default_batch"] == 64
+    assert by_name["mlp"]["sizes"]["hidden"] == 512
+
+
+def test_demo(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "demo.json"
+    code, out, err = run(capsys, "demo", "--steps", "2", "--json", str(path))
+    assert (code, err) == (0, "")
+    assert out.count("equal  after 2 steps, bit for bit: 2 losses") == 2
+    assert out.rstrip().endswith("The same, bit for bit: resnet-tiny, bert-tiny.")
+    assert max(map(len, out.splitlines())) <= 80
+
+    data = json.loads(path.read_text())
+    assert (data["schema"], data["steps"], data["equal"]) == (1, 2, True)
+    assert [row["model"] for row in data["models"]] == ["resnet-tiny", "bert-tiny"]
+    for row in data["models"]:
+        assert row["equal"] is True
+        assert row["differences"] == []
+        assert row["compared"]["generator"] == 1
+        assert len(row["plain"]["samples_us"]) == len(row["captured"]["samples_us"]) == 2
+        assert min(row["capture_us"], row["plain"]["step_us"], row["captured"]["step_us"]) > 0
+        assert row["graph"]["phases"]["backward"]["flops"] > 0
+        assert row["graph"]["role_bytes"]["activation"] > 0
+
+
+@pytest.mark.usefixtures("small_demo")
+def test_demo_as_json_alone_on_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "demo", "--steps", "1", "--json", "-")
+    assert code == 0
+    assert json.loads(out)["models"][0]["model"] == "mlp"
+
+
+@pytest.mark.usefixtures("small_demo")
+def test_demo_fails_if_one_parameter_differs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    optimize = rekindle.optimize
+
+    def spoilt(train_step: Any, model: torch.nn.Module, optimizer: Any, batch: Any) -> Any:
+        weight = model.get_parameter("8.bias")
+        weight.data[0] = torch.nextafter(weight.data[0], torch.tensor(9.0))
+        return optimize(train_step, model, optimizer, batch)
+
+    monkeypatch.setattr(rekindle, "optimize", spoilt)
+    path = tmp_path / "demo.json"
+    code, out, _ = run(capsys, "demo", "--steps", "1", "--json", str(path))
+    assert code == 1
+    assert "different  after 1 step: " in out
+    assert "Not the same: mlp." in out
+    data = json.loads(path.read_text())
+    assert data["equal"] is False
+    assert "parameter 8.bias" in data["models"][0]["differences"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["capture"], "No such command 'capture'"),
+        (["demo", "--steps", "0"], "--steps"),
+        (["demo", "--stepps", "1"], "--stepps"),
+        (["models", "extra"], "extra"),
+        (["demo", "--json", "no/such/folder/x.json"], "no folder no/such/folder"),
+        (["models", "--json", "."], ". is a folder"),
+    ],
+)
+def test_wrong_usage_is_told_in_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("rekindle: ")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (ModelError("no such thing"), "rekindle: no such thing\n"),
+        (
+            CaptureError("reads", filename="a.py", lineno=3, advice="Do not."),
+            "rekindle: a.py:3: reads\n  Do not.\n",
+        ),
+    ],
+)
+def test_an_error_of_ours_is_told_without_a_traceback(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    expected: str,
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(models, "build", fail)
+    assert run(capsys, "demo") == (2, "", expected)
+
+
+def test_as_a_process_of_its_own() -> None:
+    """The exit code and the streams are those of a real process, too."""
+    command = [sys.executable, "-c", "from rekindle.cli import main; main()", "nonsense"]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": str(Path(cli.__file__).parents[1]), "PATH": ""},
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "rekindle: No such command 'nonsense'. See rekindle --help.\n"

@@ -1,0 +1,124 @@
+"""The comparison of two trainings finds what differs, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import rekindle
+from rekindle.fx.compare import Parts, compare, differences, state_of
+
+BATCH = torch.linspace(0, 1, 12).reshape(3, 4)
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> torch.Tensor:
+    loss = model(batch).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def make() -> Parts:
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))
+    return train_step, model, torch.optim.Adam(model.parameters()), BATCH
+
+
+def test_a_training_equals_itself_and_leaves_the_generator_alone() -> None:
+    before = torch.get_rng_state()
+    stages: list[str] = []
+    found = compare(make, rekindle.optimize, steps=3, on_stage=stages.append)
+    assert found.equal
+    assert found.compared == {
+        "result": 3,
+        "parameter": 4,
+        "buffer": 3,
+        "optimizer": 12,
+        "generator": 1,
+    }
+    assert found.steps == len(found.captured_samples_us) == 3
+    assert found.graph.ops
+    assert len(stages) == 5
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def spoil_parameter(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    weight = model.get_parameter("0.weight")
+    weight.data[0, 0] = torch.nextafter(weight.data[0, 0], torch.tensor(9.0))
+
+
+def spoil_buffer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model.get_buffer("1.num_batches_tracked").add_(1)
+
+
+def spoil_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state[model.get_parameter("1.bias")]["exp_avg"].neg_()
+
+
+def spoil_rate(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["lr"] *= 2
+
+
+def spoil_generator(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    torch.rand(1)
+
+
+def spoil_gradient(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model.get_parameter("0.bias").grad = torch.zeros(3)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "expected"),
+    [
+        (spoil_parameter, "parameter 0.weight"),
+        (spoil_buffer, "buffer 1.num_batches_tracked"),
+        (spoil_optimizer, "optimizer state.3.exp_avg"),
+        (spoil_rate, "optimizer param_groups.0.lr"),
+        (spoil_generator, "generator cpu"),
+        (spoil_gradient, "gradient 0.bias"),
+    ],
+)
+def test_a_difference_of_each_kind_is_named(spoil: Any, expected: str) -> None:
+    _, model, optimizer, batch = make()
+    train_step(model, optimizer, batch)
+    before = state_of(model, optimizer)
+    assert differences(before, state_of(model, optimizer)) == []
+    spoil(model, optimizer)
+    assert differences(before, state_of(model, optimizer)) == [expected]
+
+
+def test_results_that_differ_are_named_by_step() -> None:
+    def optimize(step: Any, model: nn.Module, optimizer: Any, batch: Any) -> Any:
+        captured = rekindle.optimize(step, model, optimizer, batch)
+
+        class Wrong:
+            graph = captured.graph
+
+            def __call__(self, batch: Any) -> Any:
+                return captured(batch) + 1
+
+        return Wrong()
+
+    assert compare(make, optimize, steps=2).differences == ("result 1", "result 2")
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "same"),
+    [
+        (torch.tensor(float("nan")), torch.tensor(float("nan")), True),
+        (torch.tensor(0.0), torch.tensor(-0.0), False),
+        (torch.tensor([1.0]), torch.tensor([1.0], dtype=torch.float64), False),
+        (torch.zeros(2, 3), torch.zeros(3, 2), False),
+        (torch.ones(3, 2).t(), torch.ones(2, 3), True),
+        (torch.empty(0), torch.empty(0), True),
+        (torch.tensor([True, False]), torch.tensor([True, False]), True),
+        (1, 1.0, False),
+        (None, torch.zeros(1), False),
+        ((1, 2), (1, 2), True),
+    ],
+)
+def test_same_means_every_bit(a: Any, b: Any, same: bool) -> None:
+    assert (differences({"x": a}, {"x": b}) == []) is same
