@@ -8,6 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from rekindle.core.cost import Profile
+from rekindle.core.devices import find_device
+from rekindle.core.ir import StepGraph
+from rekindle.core.roofline import analytic_profile
+from rekindle.core.simulate import Trace
+from rekindle.core.simulate import simulate as simulate_step
+from rekindle.errors import ProfileError
+from rekindle.fx import cache as profile_cache
+from rekindle.fx import measure
 from rekindle.fx.step import CapturedStep, TrainStep
 
 
@@ -16,8 +25,13 @@ def capture(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     batch: Any,
+    *,
+    as_on_gpu: bool = False,
 ) -> CapturedStep:
     """Capture one whole training step as a graph; nothing is run, changed or allocated.
+
+    `as_on_gpu=True` is for forecasts on a machine without a GPU: a model on the CPU is captured
+    with the operators that a GPU would run, and the result can be profiled, but not run.
 
     >>> model = nn.Linear(4, 2)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -31,7 +45,7 @@ def capture(
     >>> [op.target for op in step.graph.ops][:2]
     ['aten.t.default', 'aten.addmm.default']
     """
-    return CapturedStep(train_step, model, optimizer, batch)
+    return CapturedStep(train_step, model, optimizer, batch, as_on_gpu=as_on_gpu)
 
 
 def optimize(
@@ -58,3 +72,69 @@ def optimize(
     True
     """
     return TrainStep(CapturedStep(train_step, model, optimizer, batch))
+
+
+def profile(
+    captured: CapturedStep,
+    *,
+    device: str | None = None,
+    cache: bool = True,
+    runs: int = 3,
+    progress: Callable[[str], None] | None = None,
+) -> Profile:
+    """What every op of a captured step costs: measured, or analytic for a GPU by name.
+
+    Without `device`, the step is run op by op where its tensors live, a few times over; its tensors
+    keep their values, and the result is kept on disk for the next time. With `device="H200"` or
+    another known name, times come from FLOPs and bytes, and no GPU is needed.
+
+    >>> model = nn.Linear(4, 2)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> def train_step(model, optimizer, batch):
+    ...     model(batch).square().mean().backward()
+    ...     optimizer.step()
+    ...     optimizer.zero_grad()
+    >>> captured = capture(train_step, model, optimizer, torch.ones(8, 4), as_on_gpu=True)
+    >>> profile(captured, device="H200").device
+    'H200'
+    """
+    graph = captured.graph
+    if device is not None:
+        return analytic_profile(graph, find_device(device))
+    if captured.is_forecast:
+        raise ProfileError(
+            "this step was captured for a forecast and cannot be measured: name a GPU, as in "
+            'device="H200", or capture it without as_on_gpu=True.'
+        )
+    name, versions = measure.device_name(captured.device), measure.versions()
+    kept = profile_cache.load(graph, name, versions) if cache else None
+    if kept is not None:
+        return kept
+    measured = measure.measure_profile(
+        captured.recording,
+        graph,
+        captured.first_batch(),
+        captured.device,
+        runs=runs,
+        progress=progress or (lambda text: None),
+    )
+    if cache:
+        profile_cache.save(graph, measured)
+    return measured
+
+
+def simulate(graph: StepGraph, profile: Profile) -> Trace:
+    """The step's memory and time at every position, from a profile; nothing is run.
+
+    >>> model = nn.Linear(4, 2)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> def train_step(model, optimizer, batch):
+    ...     model(batch).square().mean().backward()
+    ...     optimizer.step()
+    ...     optimizer.zero_grad()
+    >>> captured = capture(train_step, model, optimizer, torch.ones(8, 4), as_on_gpu=True)
+    >>> trace = simulate(captured.graph, profile(captured, device="H200"))
+    >>> trace.peak_bytes > sum(storage.nbytes for storage in captured.graph.storages[:3])
+    True
+    """
+    return simulate_step(graph, profile)

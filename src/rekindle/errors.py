@@ -8,7 +8,8 @@ RekindleError
 ├ PlanError
 │ ├ InfeasibleBudget  least_peak_bytes
 │ └ InvalidSchedule   the op and the rule it breaks
-└ RewriteError
+├ RewriteError
+└ ReportError         a report that cannot be made: a package it needs is missing
 
 Only the branches that something raises are defined; the others join with the code that raises them.
 """
@@ -49,3 +50,7 @@ class CaptureError(RekindleError):
 
 class ProfileError(RekindleError):
     """A profile cannot be made, read, or used with this graph."""
+
+
+class ReportError(RekindleError):
+    """A page or figure cannot be made; the message says what to install."""

@@ -1,4 +1,4 @@
-"""What cannot be captured is refused at the user's own line, with advice, and nothing is changed."""
+"""What cannot be captured is refused at the user's own line, with advice; nothing is changed."""
 
 from __future__ import annotations
 

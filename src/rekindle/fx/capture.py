@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from rekindle.errors import CaptureError
-from rekindle.fx import libraries, patches, tree, where
+from rekindle.fx import as_gpu, libraries, patches, tree, where
 from rekindle.fx.checks import Checks, settings
 from rekindle.fx.effects import find_effects, note_attributes
 from rekindle.fx.record import Kind, OptimizerCall, Recorder, run_optimizer
@@ -36,9 +36,14 @@ def record(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     batch: Any,
+    *,
+    as_on_gpu: bool = False,
 ) -> Recording:
-    """Capture one call of `train_step(model, optimizer, batch)`; nothing real is changed."""
-    tricks = {"stand_ins": True, "nothing_is_fake": True}
+    """Capture one call of `train_step(model, optimizer, batch)`; nothing real is changed.
+
+    With `as_on_gpu`, a step on the CPU takes the operators a GPU would run: for forecasts only.
+    """
+    tricks = {"stand_ins": True, "nothing_is_fake": True, "as_on_gpu": as_on_gpu}
     while True:
         try:
             return _Capture(train_step, model, optimizer, batch, **tricks).run()
@@ -63,6 +68,7 @@ class _Capture:
         *,
         stand_ins: bool,
         nothing_is_fake: bool,
+        as_on_gpu: bool,
     ) -> None:
         self.train_step = train_step
         self.model = model
@@ -76,6 +82,7 @@ class _Capture:
         self.recorder = Recorder(self.fake_mode, self.step_line, self._name_unknown)
         self.with_stand_ins = stand_ins
         self.nothing_is_fake = nothing_is_fake
+        self.as_on_gpu = as_on_gpu
         if nothing_is_fake:
             self.recorder.on_value_asked = self._on_value_asked
         self.stand_ins: dict[int, torch.Tensor] = {}  # by the identity of the parameter
@@ -134,6 +141,8 @@ class _Capture:
             stack.enter_context(patches.watched(self.recorder, self.around.modules))
             if self.nothing_is_fake:
                 stack.enter_context(libraries.nothing_is_fake())
+            if self.as_on_gpu:
+                stack.enter_context(as_gpu.as_on_gpu())
             yield
 
     def _enter_batch(self, index: int, tensor: torch.Tensor) -> torch.Tensor:

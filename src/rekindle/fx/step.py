@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from rekindle.core.ir import StepGraph
+from rekindle.errors import RekindleError
 from rekindle.fx import tree
 from rekindle.fx.capture import record
 from rekindle.fx.execute import Program
@@ -48,14 +50,19 @@ class CapturedStep:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         batch: Any,
+        *,
+        as_on_gpu: bool = False,
     ) -> None:
         self._train_step = train_step
         self._model = model
         self._optimizer = optimizer
+        self.is_forecast = as_on_gpu
         self._variants: OrderedDict[Hashable, list[Variant]] = OrderedDict()
         self._lock = threading.Lock()
         self._modules = list(model.modules())
-        self._first = self._capture(batch, self._key(tree.flatten(batch)))
+        flat = tree.flatten(batch)
+        self._first = self._capture(batch, self._key(flat))
+        self._first_batch = [weakref.ref(tensor) for tensor in flat.tensors]
 
     @property
     def graph(self) -> StepGraph:
@@ -73,12 +80,28 @@ class CapturedStep:
         return next((p.device for p in self._model.parameters()), torch.device("cpu"))
 
     @property
+    def recording(self) -> Recording:
+        """What the first capture recorded."""
+        return self._first.program.recording
+
+    def first_batch(self) -> list[torch.Tensor] | None:
+        """The tensors of the batch captured first, if the user still holds them all."""
+        tensors = [tensor() for tensor in self._first_batch]
+        found = [tensor for tensor in tensors if tensor is not None and not tensor.is_meta]
+        return found if len(found) == len(tensors) else None
+
+    @property
     def code(self) -> str:
         """The generated Python code that runs for the first captured batch."""
         return self._first.program.source
 
     def __call__(self, batch: Any) -> Any:
         """Train on one batch; returns what the user's function returns."""
+        if self.is_forecast:
+            raise RekindleError(
+                "this step was captured as a GPU would run it, for a forecast, and cannot be run: "
+                "capture it without as_on_gpu=True to train."
+            )
         if not self._lock.acquire(blocking=False):
             raise RuntimeError("this step is already running: call it from one thread at a time")
         try:
@@ -108,7 +131,9 @@ class CapturedStep:
         )
 
     def _capture(self, batch: Any, key: Hashable) -> Variant:
-        recording = record(self._train_step, self._model, self._optimizer, batch)
+        recording = record(
+            self._train_step, self._model, self._optimizer, batch, as_on_gpu=self.is_forecast
+        )
         variant = Variant(recording)
         if self._variants:
             shapes = ", ".join(str(tuple(t.shape)) for t in tree.flatten(batch).tensors)

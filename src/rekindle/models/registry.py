@@ -102,10 +102,7 @@ def build(
 
     model = parts.model.train().to(target)
     on_target = tree_map_only(torch.Tensor, lambda tensor: tensor.to(target), parts.batch)
-    if target.type == "cuda":
-        optimizer = AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
-    else:
-        optimizer = AdamW(model.parameters(), lr=LEARNING_RATE)
+    optimizer = AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     train_step = make_train_step(parts.loss_fn, precision=precision, device_type=target.type)
     return Workload(
         name=name,

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from rich import box
 from rich.columns import Columns
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.measure import Measurement
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from rekindle.core.comparison import Comparison
 from rekindle.core.ir import StepGraph
+from rekindle.report.names import shorten, shorten_path
+from rekindle.report.palette import colour
+from rekindle.report.summary import Activation, Summary
+from rekindle.report.words import how_timed, peak_place, percent
 from rekindle.units import format_bytes, format_count, format_us
 
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
+_WIDE = 100  # columns from which tables stand side by side and show everything
 _MOST_DIFFERENCES = 8
 _NOUNS = {  # singular, plural
     "result": ("loss", "losses"),
@@ -59,6 +66,149 @@ def conclusion(names: Iterable[str], differing: Iterable[str]) -> RenderableType
     if differing:
         return Text(f"Not the same: {', '.join(differing)}.", style="bold red")
     return Text(f"The same, bit for bit: {', '.join(names)}.", style="bold green")
+
+
+def profile_summary(summary: Summary, *, most: int = 8) -> RenderableType:
+    """A profiled step: its peak and what that is made of, and where time and bytes go."""
+    parts = [
+        Text(f"{summary.title}, {how_timed(summary)}", style="bold"),
+        _indented(_headline(summary)),
+        _indented(_Fitted(lambda width: _peak_and_time(summary, width))),
+    ]
+    if summary.operators:
+        parts += [Text("Operators with the most time", style="bold")]
+        parts += [_indented(_operator_table(summary, most))]
+    if summary.activations:
+        title = "Activations with the most bytes × idle time, between forward and backward use"
+        parts += [Text(title, style="bold")]
+        parts += [_indented(_Fitted(lambda width: _activation_table(summary, most, width)))]
+    return Group(*parts)
+
+
+class _Middle:
+    """Text that gives up its middle, and never wraps, where its column is narrow."""
+
+    def __init__(
+        self, text: str, least: int = 12, cut: Callable[[str, int], str] = shorten
+    ) -> None:
+        self.text = text
+        self.cut = cut
+        self.least = min(least, len(text))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterable[Text]:
+        yield Text(self.cut(self.text, options.max_width), no_wrap=True, overflow="ellipsis")
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(self.least, max(len(self.text), 1)).with_maximum(options.max_width)
+
+
+class _Fitted:
+    """Something that is made for the width there is."""
+
+    def __init__(self, make: Callable[[int], RenderableType]) -> None:
+        self.make = make
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterable[RenderableType]:
+        yield self.make(options.max_width)
+
+
+def _headline(summary: Summary) -> Table:
+    ratio = summary.backward_ratio
+    flops = f"{format_count(summary.total.flops)} FLOPs" + (
+        f", backward/forward {ratio:.2f}" if ratio is not None else ""
+    )
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True)
+    grid.add_column()
+    peak = Text.assemble((format_bytes(summary.peak.nbytes), "bold"))
+    grid.add_row("peak", peak.append(f", {percent(summary.peak.activation_share)} activations"))
+    grid.add_row("", f"at {peak_place(summary)}")
+    grid.add_row("step", f"{format_us(summary.step_us)}, {summary.n_ops} ops, {flops}")
+    if summary.method:
+        grid.add_row("times", summary.method)
+    return grid
+
+
+def _peak_and_time(summary: Summary, width: int) -> RenderableType:
+    if width < _WIDE:
+        return Group(_peak_table(summary, 22), _time_table(summary))
+    return Columns([_peak_table(summary, 8), _time_table(summary)], padding=(0, 2))
+
+
+def _peak_table(summary: Summary, bar_width: int) -> Table:
+    table = _table()
+    table.add_column("at the peak", no_wrap=True)
+    table.add_column("bytes", justify="right", no_wrap=True)
+    table.add_column("share", justify="right", no_wrap=True)
+    table.add_column("", width=bar_width, no_wrap=True)
+    for part in summary.peak.parts:
+        bar = Text(_bar(part.share, bar_width), style=colour(part.label))
+        table.add_row(part.label, format_bytes(part.nbytes), percent(part.share), bar)
+    return table
+
+
+def _time_table(summary: Summary) -> Table:
+    table = _table()
+    table.show_footer = True
+    total = summary.total
+    table.add_column("phase", "all", no_wrap=True)
+    table.add_column("ops", str(total.ops), justify="right", no_wrap=True)
+    table.add_column("time", format_us(total.time_us), justify="right", no_wrap=True)
+    table.add_column("share", justify="right", no_wrap=True)
+    table.add_column("FLOPs", format_count(total.flops), justify="right", no_wrap=True)
+    table.add_column("moved", format_bytes(total.moved_bytes), justify="right", no_wrap=True)
+    table.add_column("FLOPs/B", _ratio(total.intensity), justify="right", no_wrap=True)
+    for row in summary.phases:
+        work = (format_count(row.flops), format_bytes(row.moved_bytes), _ratio(row.intensity))
+        table.add_row(row.label, str(row.ops), format_us(row.time_us), percent(row.share), *work)
+    return table
+
+
+def _operator_table(summary: Summary, most: int) -> Table:
+    table = _table()
+    table.add_column("operator")
+    for header in ("calls", "time", "share", "average", "FLOPs/B"):
+        table.add_column(header, justify="right", no_wrap=True)
+    for row in summary.operators[:most]:
+        times = (format_us(row.time_us), percent(row.share), format_us(row.mean_us))
+        table.add_row(_Middle(row.label), str(row.ops), *times, _ratio(row.intensity))
+    return table
+
+
+def _activation_table(summary: Summary, most: int, width: int) -> Table:
+    is_wide = width >= _WIDE
+    table = _table()
+    table.add_column("made by")
+    table.add_column("in module")
+    table.add_column("bytes", justify="right", no_wrap=True)
+    table.add_column("idle", justify="right", no_wrap=True)
+    if is_wide:
+        table.add_column("from op → to", justify="right", no_wrap=True)
+    table.add_column("source line")
+    for row in summary.activations[:most]:
+        size = [format_bytes(row.nbytes), format_us(row.idle_us)]
+        if is_wide:
+            size += [_between(row)]
+        source = row.source if is_wide else row.source.rpartition("/")[2]
+        module = _Middle(row.module, 18, shorten_path)
+        table.add_row(_Middle(row.kind), module, *size, _Middle(source, 16))
+    return table
+
+
+def _between(row: Activation) -> str:
+    return "–" if row.first_backward is None else f"{row.last_forward} → {row.first_backward}"
+
+
+def _bar(share: float, width: int) -> str:
+    """A bar in eighths of a character; what is there has at least the thinnest."""
+    eighths = max(1, round(share * width * 8))
+    return "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
+
+
+def _ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
 
 
 def _table() -> Table:

@@ -1,0 +1,116 @@
+"""GPUs by name: what an analytic profile needs to know of each.
+
+Rates are the vendors' figures for dense matrices without sparsity; `roofline` holds what is
+reached of them. Users add their own with `add_device`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+
+from rekindle.errors import ProfileError
+
+GIB = 1 << 30
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One kind of GPU. FLOP rates are in FLOP a microsecond (1 TFLOP/s = 1e6)."""
+
+    name: str
+    memory_bytes: int
+    bandwidth_bytes_per_us: float
+    float32_flops_per_us: float
+    tf32_flops_per_us: float
+    half_flops_per_us: float
+    host_bytes_per_us: float = 24e3
+    overhead_bytes: int = 10 * MIB  # libraries' workspaces that stay allocated
+
+    def flops_per_us(self, dtype: str, *, tf32: bool = False) -> float:
+        """The rate of matrix products in a data type; float32 may run on tensor cores as TF32."""
+        if dtype in ("bfloat16", "float16"):
+            return self.half_flops_per_us
+        if dtype == "float64":
+            return self.float32_flops_per_us / 2
+        return self.tf32_flops_per_us if tf32 else self.float32_flops_per_us
+
+
+def _gpu(
+    name: str,
+    gib: float,
+    tb_per_s: float,
+    float32: float,
+    tf32: float,
+    half: float,
+    *,
+    host_gb_per_s: float = 24,
+    overhead_mib: int = 10,
+) -> Device:
+    return Device(
+        name=name,
+        memory_bytes=int(gib * GIB),
+        bandwidth_bytes_per_us=tb_per_s * 1e6,
+        float32_flops_per_us=float32 * 1e6,
+        tf32_flops_per_us=tf32 * 1e6,
+        half_flops_per_us=half * 1e6,
+        host_bytes_per_us=host_gb_per_s * 1e3,
+        overhead_bytes=overhead_mib * MIB,
+    )
+
+
+# name, GiB, TB/s, TFLOP/s in float32, TF32 and half precision. Where there are no tensor cores for
+# a type, the rate is that of the plain units. A T4 has none for bfloat16: half means float16 there.
+_TABLE = (
+    _gpu("B200", 180, 8.0, 75, 1100, 2250, host_gb_per_s=55, overhead_mib=98),
+    _gpu("H200", 140, 4.8, 67, 495, 990, host_gb_per_s=55, overhead_mib=98),
+    _gpu("H100", 80, 3.35, 67, 495, 990, host_gb_per_s=55, overhead_mib=98),
+    _gpu("H100-PCIe", 80, 2.0, 51, 378, 756, host_gb_per_s=55, overhead_mib=98),
+    _gpu("A100-80GB", 80, 2.04, 19.5, 156, 312),
+    _gpu("A100-40GB", 40, 1.56, 19.5, 156, 312),
+    _gpu("A10", 24, 0.6, 31.2, 62.5, 125),
+    _gpu("A6000", 48, 0.768, 38.7, 77.4, 154.8),
+    _gpu("L40S", 48, 0.864, 91.6, 183, 366),
+    _gpu("L4", 24, 0.3, 30.3, 60, 121),
+    _gpu("V100", 32, 0.9, 15.7, 15.7, 125, host_gb_per_s=12),
+    _gpu("T4", 16, 0.32, 8.1, 8.1, 65, host_gb_per_s=12),
+    _gpu("RTX 3090", 24, 0.936, 35.6, 35.6, 71),
+    _gpu("RTX 4090", 24, 1.008, 82.6, 82.6, 165),
+    _gpu("RTX 5090", 32, 1.79, 104.8, 104.8, 209.5, host_gb_per_s=55),
+)
+_DEVICES = {device.name: device for device in _TABLE}
+
+
+def known_devices() -> tuple[str, ...]:
+    """The names of all known GPUs."""
+    return tuple(_DEVICES)
+
+
+def add_device(device: Device) -> None:
+    """Make a GPU known by its name, or replace one.
+
+    >>> add_device(Device("Toy", 8 * GIB, 0.5e6, 10e6, 20e6, 40e6))
+    >>> find_device("toy").memory_bytes == 8 * GIB
+    True
+    """
+    _DEVICES[device.name] = device
+
+
+def find_device(name: str) -> Device:
+    """The GPU of that name, upper or lower case, with or without its vendor's."""
+    wanted = _plain(name)
+    for device in _DEVICES.values():
+        if _plain(device.name) == wanted:
+            return device
+    close = difflib.get_close_matches(name, _DEVICES, n=1, cutoff=0.5)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    raise ProfileError(
+        f"unknown device {name!r}.{hint} Known: {', '.join(_DEVICES)}. Add yours with "
+        "rekindle.add_device(rekindle.Device(...))."
+    )
+
+
+def _plain(name: str) -> str:
+    words = name.lower().replace("-", " ").replace("_", " ").split()
+    return "".join(word for word in words if word not in ("nvidia", "geforce", "tesla", "quadro"))

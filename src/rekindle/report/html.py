@@ -1,0 +1,195 @@
+"""One self-contained page about a profiled step: everything is inside, nothing is fetched."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from html import escape
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from rekindle.core.cost import Profile
+from rekindle.core.ir import StepGraph
+from rekindle.core.simulate import Trace
+from rekindle.errors import ReportError
+from rekindle.report.page_data import page_data
+from rekindle.report.palette import PHASES, colour
+from rekindle.report.summary import Part, Summary, Work, summarize
+from rekindle.report.words import (
+    how_timed,
+    meaning,
+    peak_in_words,
+    peak_place,
+    percent,
+    step_in_words,
+)
+from rekindle.units import format_bytes, format_count, format_us
+
+_MOST_GROUPS = 8
+
+
+def write_html(
+    path: Path,
+    graph: StepGraph,
+    profile: Profile,
+    trace: Trace,
+    about: Mapping[str, Any] | None = None,
+) -> None:
+    """Write the page; it opens in any browser, without a network."""
+    plotly_js = _plotly_js()
+    summary = summarize(graph, profile, trace, about)
+    data = page_data(graph, profile, trace, summary)
+    content = {
+        "style": _asset("page.css"),
+        "title": escape(summary.title),
+        "words": escape(peak_in_words(summary)),
+        "cards": _cards(summary),
+        "method": escape(_method(summary)),
+        "parts": _part_rows(summary),
+        "place": escape(f"at {peak_place(summary)}"),
+        "phases": _phase_rows(summary.phases),
+        "time": escape(_time(summary)),
+        "activation_groups": _activation_groups(summary),
+        "n_bars": str(len(data["activations"])),
+        "footer": escape(_footer(graph, profile)),
+        "plotly": plotly_js,
+        "data": _embedded(data),
+        "script": _asset("page.js"),
+    }
+    path.write_text(_filled(_asset("page.html"), content), encoding="utf-8")
+
+
+def _plotly_js() -> str:
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError as error:
+        raise ReportError(
+            f'the page needs plotly ({error}): pip install "rekindle[report]"'
+        ) from error
+    return str(get_plotlyjs())
+
+
+def _asset(name: str) -> str:
+    return (resources.files("rekindle.report") / "assets" / name).read_text(encoding="utf-8")
+
+
+def _filled(template: str, content: Mapping[str, str]) -> str:
+    """The template with each ``{{name}}`` replaced, once: what is put in is not looked through."""
+    head, *rest = template.split("{{")
+    pieces = [head]
+    for piece in rest:
+        name, _, tail = piece.partition("}}")
+        pieces += [content[name], tail]
+    return "".join(pieces)
+
+
+def _embedded(data: Mapping[str, Any]) -> str:
+    """JSON that may stand inside a script element, whatever the names in it."""
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _cards(summary: Summary) -> str:
+    ratio = summary.backward_ratio
+    cards = [
+        ("peak memory", format_bytes(summary.peak.nbytes)),
+        ("of it activations", percent(summary.peak.activation_share)),
+        ("time of a step", format_us(summary.step_us)),
+        ("ops", f"{summary.n_ops:,}"),
+        ("FLOPs", format_count(summary.total.flops)),
+    ]
+    if ratio is not None:
+        cards.append(("backward/forward FLOPs", f"{ratio:.2f}"))
+    return "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in cards)
+
+
+def _method(summary: Summary) -> str:
+    note = f" ({summary.method})" if summary.method else ""
+    return f"Times are {how_timed(summary)}{note}. The peak is at {peak_place(summary)}."
+
+
+def _part_rows(summary: Summary) -> str:
+    return "".join(
+        _bar_row(
+            f'<i style="background:{colour(part.label)}"></i>{escape(part.label)}'
+            f"<small>{escape(meaning(part.label))}</small>",
+            format_bytes(part.nbytes),
+            part.share,
+            colour(part.label),
+        )
+        for part in summary.peak.parts
+    )
+
+
+def _phase_rows(phases: Iterable[Work]) -> str:
+    return "".join(
+        _bar_row(
+            f"{escape(row.label)}<small>{row.ops:,} ops, {format_count(row.flops)} FLOPs, "
+            f"{format_bytes(row.moved_bytes)} moved</small>",
+            format_us(row.time_us),
+            row.share,
+            PHASES[row.label],
+        )
+        for row in phases
+    )
+
+
+def _time(summary: Summary) -> str:
+    ratio = summary.backward_ratio
+    if ratio is None:
+        return step_in_words(summary)
+    return (
+        f"{step_in_words(summary)} The backward pass does {ratio:.2f} times the arithmetic of the "
+        "forward pass; near 2 is usual, since each matrix product has two gradients."
+    )
+
+
+def _activation_groups(summary: Summary) -> str:
+    if not summary.peak.activation_kinds:
+        return ""
+    return (
+        '<section class="columns"><div><h2>Activations at the peak, by operator</h2>'
+        f'<table class="bars">{_group_rows(summary.peak.activation_kinds)}</table>'
+        '<p class="caption">The operators whose results are kept for the backward pass.</p></div>'
+        "<div><h2>Activations at the peak, by module</h2>"
+        f'<table class="bars">{_group_rows(summary.peak.activation_modules)}</table>'
+        '<p class="caption">The modules that made them. A * stands for any number, so that the '
+        "same module of repeated blocks is one row.</p></div></section>"
+    )
+
+
+def _group_rows(parts: tuple[Part, ...]) -> str:
+    rest = parts[_MOST_GROUPS:]
+    rows = [
+        _bar_row(
+            f"{escape(part.label)}<small>{_tensors(part.count)}</small>",
+            format_bytes(part.nbytes),
+            part.share,
+            colour("activation"),
+        )
+        for part in parts[:_MOST_GROUPS]
+    ]
+    if rest:
+        nbytes, share = sum(p.nbytes for p in rest), sum(p.share for p in rest)
+        label = f"{len(rest)} more<small>{_tensors(sum(p.count for p in rest))}</small>"
+        rows.append(_bar_row(label, format_bytes(nbytes), share, colour("library workspace")))
+    return "".join(rows)
+
+
+def _tensors(count: int) -> str:
+    return "1 tensor" if count == 1 else f"{count:,} tensors"
+
+
+def _bar_row(label: str, number: str, share: float, fill: str) -> str:
+    width = f"{min(share, 1.0) * 100:.2f}%"
+    return (
+        f'<tr><td class="label">{label}</td><td class="number">{escape(number)}</td>'
+        f'<td class="share">{escape(percent(share))}</td>'
+        f'<td class="bar"><div style="width:{width};background:{fill}"></div></td></tr>'
+    )
+
+
+def _footer(graph: StepGraph, profile: Profile) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in profile.versions.items())
+    return f"Made by Rekindle. Graph {graph.fingerprint}" + (f"; {versions}." if versions else ".")

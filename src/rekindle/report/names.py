@@ -1,0 +1,76 @@
+"""Names made short enough to read: of operators, modules and source lines."""
+
+from __future__ import annotations
+
+import re
+from pathlib import PurePath
+
+from rekindle.core.ir import Source
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+def kind_of(target: str) -> str:
+    """The operator's name without namespace and overload.
+
+    >>> kind_of("aten.native_batch_norm.default"), kind_of("aten.add_.Tensor"), kind_of("getitem")
+    ('native_batch_norm', 'add_', 'getitem')
+    """
+    parts = target.split(".")
+    return parts[1] if len(parts) > 1 else target
+
+
+def pattern_of(module: str) -> str:
+    """A module's path with its numbers taken out, so that repeated blocks fall together.
+
+    >>> pattern_of("encoder.layer.11.output.dense"), pattern_of("conv1")
+    ('encoder.layer.*.output.dense', 'conv1')
+    """
+    return _NUMBER.sub("*", module)
+
+
+def source_line(source: Source, parts: int = 2) -> str:
+    """The file's last folders and the line, or nothing where that is not known.
+
+    >>> source_line(Source("conv1", "/home/me/torchvision/models/resnet.py", 268))
+    'models/resnet.py:268'
+    >>> source_line(Source("conv1", "/home/me/torchvision/models/resnet.py", 268), parts=1)
+    'resnet.py:268'
+    """
+    if not source.filename:
+        return ""
+    return f"{'/'.join(PurePath(source.filename).parts[-parts:])}:{source.lineno}"
+
+
+def shorten(text: str, width: int) -> str:
+    """The text in at most so many characters: the end tells most, so it keeps most.
+
+    >>> shorten("encoder.layer.11.attention.output.dense", 24)
+    'encoder…ion.output.dense'
+    >>> shorten("conv1", 24)
+    'conv1'
+    """
+    if len(text) <= width:
+        return text
+    keep = max(width - 1, 2)
+    head = keep // 3
+    return f"{text[:head]}…{text[-(keep - head) :]}"
+
+
+def shorten_path(path: str, width: int) -> str:
+    """A module's path in at most so many characters, its numbers and its end kept.
+
+    Components give up all but their first letter, from the second on, before anything is cut.
+
+    >>> shorten_path("bert.encoder.layer.11.attention.output.dense", 30)
+    'bert.e.l.11.a.output.dense'
+    >>> shorten_path("bert.encoder.layer.11.attention.output.dense", 20)
+    'b.e.l.11.a.o.dense'
+    """
+    parts = path.split(".")
+    for index in (*range(1, len(parts) - 1), 0):
+        if len(".".join(parts)) <= width or len(parts) == 1:
+            break
+        if not parts[index].isdigit():
+            parts[index] = parts[index][:1]
+    return shorten(".".join(parts), width)

@@ -1,0 +1,148 @@
+"""What the page's script draws: columns rather than rows, and every text written once."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rekindle.core.cost import Profile
+from rekindle.core.ir import Phase, StepGraph
+from rekindle.core.simulate import ROLES, Trace
+from rekindle.report.names import kind_of, shorten_path, source_line
+from rekindle.report.palette import LIBRARIES, ORDER, PHASE_BANDS, colour
+from rekindle.report.summary import Activation, Summary
+
+MOST_POSITIONS = 20_000
+MOST_ACTIVATIONS = 60
+_MOST_BANDS = 24
+_LABEL_WIDTH = 34
+
+
+def page_data(
+    graph: StepGraph, profile: Profile, trace: Trace, summary: Summary
+) -> dict[str, Any]:
+    """Everything the script needs, ready for JSON."""
+    phases, targets, modules, sources = [p.value for p in Phase], _Texts(), _Texts(), _Texts()
+    columns = {
+        "name": [op.name for op in graph.ops],
+        "target": [targets.number(op.target) for op in graph.ops],
+        "phase": [phases.index(op.phase.value) for op in graph.ops],
+        "module": [modules.number(op.source.module) for op in graph.ops],
+        "source": [sources.number(source_line(op.source)) for op in graph.ops],
+        "time_us": _rounded(profile.times_us),
+        "workspace_bytes": profile.workspaces_bytes.tolist(),
+        "flops": [op.flops for op in graph.ops],
+        "moved_bytes": summary.moved_bytes.tolist(),
+        "live_bytes": trace.live_bytes.tolist(),
+    }
+    return {
+        "peak": {"bytes": trace.peak_bytes, "op": trace.peak_op if graph.ops else 0},
+        "step_us": trace.step_us,
+        "starts_us": _rounded(trace.starts_us),
+        "phases": phases,
+        "targets": targets.rows,
+        "modules": modules.rows,
+        "sources": sources.rows,
+        "ops": columns,
+        "positions": positions(trace.live_bytes),
+        "stack": _stack(trace),
+        "bands": bands(graph),
+        "band_colours": PHASE_BANDS,
+        "activations": [_bar(row) for row in shown_activations(summary)],
+        "operators": [
+            {
+                "label": row.label,
+                "ops": row.ops,
+                "time_us": round(row.time_us, 3),
+                "share": row.share,
+                "mean_us": row.mean_us,
+                "flops": row.flops,
+                "moved_bytes": row.moved_bytes,
+                "intensity": row.intensity,
+            }
+            for row in summary.operators
+        ],
+    }
+
+
+def bands(graph: StepGraph) -> list[tuple[str, int, int]]:
+    """The runs of ops of one phase: phase, first op, last op. Where phases mix, only long runs."""
+    runs = []
+    for phase, run in groupby(graph.ops, key=lambda op: op.phase):
+        ops = list(run)
+        runs.append((phase.value, ops[0].index, ops[-1].index))
+    if len(runs) <= _MOST_BANDS:
+        return runs
+    longest = sorted(runs, key=lambda run: run[1] - run[2])[:_MOST_BANDS]
+    return sorted(longest, key=lambda run: run[1])
+
+
+def positions(live_bytes: NDArray[np.int64], most: int = MOST_POSITIONS) -> list[int] | None:
+    """The ops to draw, or None for all: of a very long step, the highest op of each stretch."""
+    n_ops = len(live_bytes)
+    if n_ops <= most:
+        return None
+    edges = np.linspace(0, n_ops, most + 1).astype(int)
+    return [int(a + np.argmax(live_bytes[a:b])) for a, b in zip(edges, edges[1:], strict=False)]
+
+
+def shown_activations(summary: Summary) -> list[Activation]:
+    """Those with the most bytes × idle time, in the order in which they fall idle."""
+    top = [row for row in summary.activations if row.byte_us > 0][:MOST_ACTIVATIONS]
+    return sorted(top, key=lambda row: (row.last_forward or 0, row.storage))
+
+
+def stacked(trace: Trace) -> list[tuple[str, NDArray[np.int64]]]:
+    """Bytes by role at every op, from the bottom of the stack to its top; what is never there, not.
+
+    What libraries hold is a part of its own, the same throughout.
+    """
+    by_label = {role.value: trace.by_role[row] for row, role in enumerate(ROLES)}
+    by_label[LIBRARIES] = np.full_like(trace.live_bytes, trace.overhead_bytes)
+    return [(label, by_label[label]) for label in ORDER if by_label[label].any()]
+
+
+def _stack(trace: Trace) -> list[dict[str, Any]]:
+    rows = []
+    for label, sizes in stacked(trace):
+        is_constant = bool((sizes == sizes[0]).all())
+        amounts: Any = int(sizes[0]) if is_constant else sizes.tolist()
+        rows.append({"label": label, "colour": colour(label), "bytes": amounts})
+    return rows
+
+
+def _bar(row: Activation) -> dict[str, Any]:
+    where = shorten_path(row.module, _LABEL_WIDTH - min(len(kind_of(row.kind)), 12) - 2)
+    return {
+        "label": f"{where}, {row.kind[:12]}" if where else row.name[:_LABEL_WIDTH],
+        "name": row.name,
+        "module": row.module,
+        "source": row.source,
+        "shape": list(row.shape),
+        "dtype": row.dtype,
+        "bytes": row.nbytes,
+        "idle_us": round(row.idle_us, 3),
+        "from": row.last_forward,
+        "to": row.first_backward,
+    }
+
+
+def _rounded(values: NDArray[np.float64]) -> list[float]:
+    return [float(value) for value in np.round(values, 3)]
+
+
+class _Texts:
+    """Texts that come again and again, written once and referred to by number."""
+
+    def __init__(self) -> None:
+        self.rows: list[str] = []
+        self._numbers: dict[str, int] = {}
+
+    def number(self, text: str) -> int:
+        if text not in self._numbers:
+            self._numbers[text] = len(self.rows)
+            self.rows.append(text)
+        return self._numbers[text]

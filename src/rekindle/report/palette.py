@@ -1,0 +1,57 @@
+"""The colours and the order of roles and phases: the same on the page and in the figures.
+
+The hues are those of Okabe and Ito, which people with any kind of colour vision can tell apart; the
+order puts what stays throughout at the bottom and keeps neighbours unlike each other.
+"""
+
+from __future__ import annotations
+
+from rekindle.core.ir import Phase, Role
+
+LIBRARIES = "library workspace"
+"""What libraries hold throughout: no storage of the graph, so not a role of its own."""
+
+_COLOURS = {  # from the bottom of the stack to its top
+    Role.PARAM.value: "#0072b2",
+    Role.OPT_STATE.value: "#56b4e9",
+    Role.BUFFER.value: "#332288",
+    Role.INPUT.value: "#999999",
+    LIBRARIES: "#cfcfcf",
+    Role.ACTIVATION.value: "#e69f00",
+    Role.GRAD.value: "#009e73",
+    Role.GRAD_MAP.value: "#cc79a7",
+    Role.TEMP.value: "#d55e00",
+    Role.OUTPUT.value: "#f0e442",
+}
+ORDER = tuple(_COLOURS)
+
+PHASES = {
+    Phase.FORWARD.value: "#4f8fc0",
+    Phase.LOSS.value: "#8a6bb1",
+    Phase.BACKWARD.value: "#d98b3a",
+    Phase.OPTIMIZER.value: "#4f9e77",
+}
+PHASE_BANDS = {  # backgrounds, pale
+    Phase.FORWARD.value: "#eef5fb",
+    Phase.LOSS.value: "#d9c8e8",
+    Phase.BACKWARD.value: "#fdf3e7",
+    Phase.OPTIMIZER.value: "#e8f4ec",
+}
+
+MEANINGS = {
+    Role.PARAM.value: "the model's weights",
+    Role.OPT_STATE.value: "what the optimizer remembers of each weight, such as momentum",
+    Role.BUFFER.value: "what modules keep beside weights, such as running means",
+    Role.INPUT.value: "the batch",
+    LIBRARIES: "what CUDA libraries hold on to throughout",
+    Role.ACTIVATION.value: "made in the forward pass and kept for the backward pass",
+    Role.GRAD.value: "gradients of the weights, until the optimizer has used them",
+    Role.GRAD_MAP.value: "gradients of activations, on their way back through the model",
+    Role.TEMP.value: "short-lived results, and the scratch space of the op that runs",
+    Role.OUTPUT.value: "what the step returns",
+}
+
+
+def colour(label: str) -> str:
+    """The colour of a role, by its name."""
+    return _COLOURS[label]

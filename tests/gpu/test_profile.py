@@ -1,0 +1,94 @@
+"""On a GPU: profiles are true, and measuring leaves no trace."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from equality import differences, snapshot
+
+import rekindle
+from rekindle import models
+from rekindle.core.ir import Role
+
+
+def measured_peak(work: models.Workload) -> int:
+    for _ in range(2):
+        work.train_step(work.model, work.optimizer, work.batch)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    work.train_step(work.model, work.optimizer, work.batch)
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated()
+
+
+@pytest.mark.parametrize("name", ["resnet18", "bert-base", "vit"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_simulated_peak_is_the_measured_one(name: str, precision: str) -> None:
+    gc.collect()
+    work = models.build(name, batch=16, precision=precision, device="cuda")
+    peak = measured_peak(work)
+    captured = rekindle.capture(work.train_step, work.model, work.optimizer, work.batch)
+    trace = rekindle.simulate(captured.graph, rekindle.profile(captured, cache=False))
+    assert trace.peak_bytes == pytest.approx(peak, rel=0.01)
+
+
+def test_measuring_leaves_no_trace() -> None:
+    work = models.build("bert-tiny", batch=4, precision="bf16", device="cuda")
+    captured = rekindle.capture(work.train_step, work.model, work.optimizer, work.batch)
+    captured(work.batch)
+    before = snapshot(work.model, work.optimizer)
+    allocated = torch.cuda.memory_allocated()
+    rekindle.profile(captured, cache=False)
+    gc.collect()
+    assert not differences(before, snapshot(work.model, work.optimizer))
+    assert torch.cuda.memory_allocated() <= allocated + (64 << 20)
+
+
+def test_every_op_that_runs_kernels_has_a_time() -> None:
+    work = models.build("resnet18", batch=16, precision="bf16", device="cuda")
+    captured = rekindle.capture(work.train_step, work.model, work.optimizer, work.batch)
+    profile = rekindle.profile(captured, cache=False)
+    for op, cost in zip(captured.graph.ops, profile.costs, strict=True):
+        assert cost.is_measured
+        if op.flops:
+            assert cost.time_us > 0, op.name
+        if op.is_view:
+            assert cost.time_us == 0, op.name
+    assert profile.to_host_bytes_per_us > 0
+    assert profile.to_device_bytes_per_us > 0
+
+
+def test_a_step_that_does_not_fit_is_profiled_all_the_same() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+    work = models.build("resnet18", batch=256, precision="bf16", device="cuda")
+    peak = measured_peak(work)
+    captured = rekindle.capture(work.train_step, work.model, work.optimizer, work.batch)
+    roomy = rekindle.profile(captured, cache=False)
+    gc.collect()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(0.6 * peak / total)
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            work.train_step(work.model, work.optimizer, work.batch)
+        work.optimizer.zero_grad()
+        tight = rekindle.profile(captured, cache=False)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert "alone" in tight.method
+    assert tight.step_us == pytest.approx(roomy.step_us, rel=0.25)
+    assert rekindle.simulate(captured.graph, tight).peak_bytes == pytest.approx(peak, rel=0.03)
+
+
+def test_analytic_and_measured_agree() -> None:
+    work = models.build("bert-base", batch=16, precision="bf16", device="cuda")
+    captured = rekindle.capture(work.train_step, work.model, work.optimizer, work.batch)
+    measured = rekindle.profile(captured, cache=False)
+    analytic = rekindle.profile(captured, device="H200")
+    if "H200" in measured.device:
+        assert analytic.step_us == pytest.approx(measured.step_us, rel=0.25)
+    share = rekindle.simulate(captured.graph, analytic).peak_by_role()[Role.ACTIVATION]
+    assert share > 0
