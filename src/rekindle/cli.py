@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
@@ -19,42 +19,39 @@ from rich.console import Console
 import rekindle
 from rekindle import models
 from rekindle.core.comparison import Comparison
-from rekindle.errors import RekindleError
+from rekindle.core.cost import Profile
+from rekindle.core.devices import find_device
+from rekindle.core.ir import StepGraph
+from rekindle.core.serial import load_profile, save_profile
+from rekindle.errors import ModelError, RekindleError
 from rekindle.fx.compare import Parts, compare
-from rekindle.report import terminal
+from rekindle.options import (
+    SAVED_SUFFIX,
+    STDOUT,
+    BatchOption,
+    CsvOption,
+    DeviceOption,
+    HtmlOption,
+    JsonOption,
+    ModelArgument,
+    NoCacheOption,
+    PngOption,
+    PrecisionOption,
+    RunsOption,
+    SaveOption,
+)
+from rekindle.report import figures, html, tables, terminal
 from rekindle.report.data import SCHEMA, comparison_data
+from rekindle.report.summary import summarize
 
 DEMO_MODELS = ("resnet-tiny", "bert-tiny")
-STDOUT = "-"
+_NAMED_HERE = ("cpu", "cuda")  # any other device is a GPU's name
 
 # typer carries its own copy of click, and exports of its exceptions this one: its base's base is
 # what everything raises that goes wrong while options are read.
 ClickException: type[Exception] = typer.BadParameter.__mro__[2]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-
-
-def _check_json(target: str | None) -> str | None:
-    """Refuse a file that cannot be written before the work starts, not after."""
-    if target is None or target == STDOUT:
-        return target
-    path = Path(target)
-    if path.is_dir():
-        raise typer.BadParameter(f"{target} is a folder: name a file, or - for standard output")
-    if not path.parent.is_dir():
-        raise typer.BadParameter(f"there is no folder {path.parent} to write {path.name} into")
-    return target
-
-
-JsonOption = Annotated[
-    str | None,
-    typer.Option(
-        "--json",
-        metavar="PATH",
-        callback=_check_json,
-        help="Write the result as JSON; - for standard output, and nothing else is printed there.",
-    ),
-]
 
 
 @app.callback(invoke_without_command=True)
@@ -64,7 +61,7 @@ def entry(
 ) -> None:
     """Fit a PyTorch training step into the memory you have.
 
-    Today: capture a whole step as one graph and replay it, with the same numbers.
+    Today: see where a step's memory and time go, and replay it as one graph, with the same numbers.
     """
     if version:
         print(f"rekindle {rekindle.__version__}")
@@ -115,6 +112,49 @@ def demo(
         raise typer.Exit(1)
 
 
+@app.command("profile")
+def profile_model(
+    model: ModelArgument,
+    batch: BatchOption = None,
+    precision: PrecisionOption = None,
+    device: DeviceOption = None,
+    html_path: HtmlOption = None,
+    png: PngOption = None,
+    csv: CsvOption = None,
+    json: JsonOption = None,
+    save: SaveOption = None,
+    runs: RunsOption = None,
+    no_cache: NoCacheOption = False,
+) -> None:
+    """Show where the memory and the time of a training step go."""
+    how = {"batch": batch, "precision": precision, "device": device, "runs": runs}
+    with Console(stderr=True).status(model) as status:
+
+        def tell(stage: str) -> None:
+            status.update(f"{model}: {stage}")
+
+        graph, profile, about = _profiled(model, how, cache=not no_cache, tell=tell)
+        tell("simulating")
+        trace = rekindle.simulate(graph, profile)
+        step = (graph, profile, trace)
+        tell("writing")
+        if save:
+            save_profile(Path(save), graph, profile, about)
+        if html_path:
+            html.write_html(Path(html_path), *step, about)
+        if png:
+            figures.write_png(Path(png), *step, about)
+        if csv:
+            tables.write_csv(Path(csv), *step)
+    console = _console(json)
+    console.print(terminal.profile_summary(summarize(*step, about)))
+    written = [path for path in (html_path, png, csv, save) if path]
+    if written:
+        console.print(f"Written: {', '.join(written)}", soft_wrap=True, markup=False)
+    if json:
+        _write_json(json, tables.profile_data(*step, about))
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """The entry point: bad input is told in a line on standard error, without a traceback."""
     try:
@@ -130,6 +170,45 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _refuse(message: str) -> int:
     print(f"rekindle: {message}", file=sys.stderr)
     return 2
+
+
+class _Profiled(NamedTuple):
+    """A step and its costs; `about` says what they are of: model, batch, precision."""
+
+    graph: StepGraph
+    profile: Profile
+    about: dict[str, Any]
+
+
+def _profiled(
+    model: str, how: dict[str, Any], *, cache: bool, tell: Callable[[str], None]
+) -> _Profiled:
+    """Read a saved profile, or build, capture and profile the model. `how` has what was asked."""
+    asked = {name: value for name, value in how.items() if value is not None}
+    if model.endswith(SAVED_SUFFIX):
+        if asked:
+            raise ModelError(
+                f"{model} is a saved profile, which --{next(iter(asked))} cannot change: "
+                "leave it out, or name the model"
+            )
+        tell("reading")
+        return _Profiled(*load_profile(Path(model)))
+
+    device, runs = asked.pop("device", None), asked.pop("runs", 3)
+    is_forecast = device is not None and device.partition(":")[0] not in _NAMED_HERE
+    if is_forecast:
+        find_device(device)  # an unknown name is refused before the work, not after
+    tell("building")
+    work = models.load(model, device=None if is_forecast else device, **asked)
+    tell("capturing")
+    parts = (work.train_step, work.model, work.optimizer, work.batch)
+    captured = rekindle.capture(*parts, as_on_gpu=is_forecast)
+    tell("profiling")
+    profile = rekindle.profile(
+        captured, device=device if is_forecast else None, cache=cache, runs=runs, progress=tell
+    )
+    about = {"model": work.name, "batch": work.batch_size, "precision": work.precision}
+    return _Profiled(captured.graph, profile, about)
 
 
 def _compare_model(name: str, steps: int) -> Comparison:

@@ -151,7 +151,8 @@ def test_reading_a_value(train_step: Callable[..., Any]) -> None:
     error = refusal(train_step)
     assert (error.filename, error.lineno) == (__file__, marked_line(train_step))
     assert error.problem.startswith(VALUE)
-    assert "Return the tensor and read it outside: loss = step(batch); loss.item()" in error.advice
+    assert "outside" in error.advice
+    assert "loss = step(batch)" in error.advice
     assert "torch.where" in error.advice
 
 

@@ -157,6 +157,8 @@ def test_capture_leaves_no_trace(history: str, outcome: str) -> None:
     had_own_step = "step" in vars(optimizer)
     before = snapshot(model, optimizer), identities(model, optimizer), world()
     twin = copy.deepcopy((model, optimizer))
+    for copied, param in zip(twin[0].parameters(), model.parameters(), strict=True):
+        copied.grad = copy.deepcopy(param.grad)  # deepcopy leaves gradients out
     batch_before = copy.deepcopy(batch)
 
     if error is None:

@@ -90,7 +90,7 @@ class _Capture:
         self.outside_leaves: list[torch.Tensor] = []
         self.sandbox = Sandbox(
             list(self.around.modules.values()),
-            [slot.get() for slot in self.around.slots],
+            [*self.around.tensors()],
             optimizer,
         )
 
@@ -102,6 +102,7 @@ class _Capture:
         attributes = note_attributes(self.around.modules)
         old_grads = [param.grad for param in self.params.values()]
         old_settings = settings(self.optimizer)
+        requires_grad = [slot.get().requires_grad for slot in self.around.slots]
         try:
             for slot in self.around.slots:
                 self.recorder.enter_tensor(slot.kind, slot.name, slot.get())
@@ -113,7 +114,9 @@ class _Capture:
                     result = self._call_step(self.batch.structure.rebuild(batch))
             flat = tree.flatten(result)
             self.checks.trains(self.recorder.tape)
-            self.checks.gradients_stay_inside(self.outside_leaves)
+            self.checks.gradients_stay_inside([*self.outside_leaves, *batch])
+            self.checks.flags_stay(zip(self.around.slots, requires_grad, strict=True))
+            self.checks.batch_is_not_shared(self.batch.tensors, batch_nodes, self.recorder.tape)
             self.checks.settings_stay(old_settings, settings(self.optimizer))
             self.checks.randomness(self.sandbox)
             self.checks.result(flat.structure)
@@ -138,7 +141,8 @@ class _Capture:
         with ExitStack() as stack:
             stack.enter_context(replaced(self.optimizer, "step", self._optimizer_step))
             stack.enter_context(replaced(torch.autograd, "backward", self._backward))
-            stack.enter_context(patches.watched(self.recorder, self.around.modules))
+            watched = patches.watched(self.recorder, self.around.modules, self._meet_module)
+            stack.enter_context(watched)
             if self.nothing_is_fake:
                 stack.enter_context(libraries.nothing_is_fake())
             if self.as_on_gpu:
@@ -146,15 +150,18 @@ class _Capture:
             yield
 
     def _enter_batch(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
-        """A batch tensor's fake twin. A meta tensor stands for one on the model's device."""
-        if isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
+        """A fake for a place in the batch. A meta tensor stands for one on the model's device.
+
+        Each place gets its own, even if the first batch has one tensor twice: the next may not.
+        """
+        device = tensor.device
+        if isinstance(tensor, FakeTensor) or device.type == "meta":
             device = next((param.device for param in self.params.values()), torch.device("cpu"))
-            with self.fake_mode:
-                fake = torch.empty_strided(
-                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
-                )
-        else:
-            fake = self.fake_mode.from_tensor(tensor)
+        with self.fake_mode:
+            fake = torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
+            )
+        fake.requires_grad_(tensor.requires_grad)
         self.recorder.enter_tensor(Kind.BATCH, str(index), fake)
         return fake
 
@@ -273,6 +280,11 @@ class _Capture:
         if getattr(step, "hooked", False):
             step = step.__wrapped__  # type: ignore[attr-defined]
         step(self.optimizer)
+
+    def _meet_module(self, module: nn.Module) -> None:
+        """A module from outside the model that the step calls: its mode and settings matter."""
+        self.sandbox.add_module(module)
+        self.around.outside_modules.append(module)
 
     # What the recorder asks
 

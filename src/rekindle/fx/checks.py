@@ -6,12 +6,13 @@ from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from rekindle.errors import CaptureError
 from rekindle.fx import tree
 from rekindle.fx.record import Tape
 from rekindle.fx.sandbox import Sandbox
+from rekindle.fx.state import Slot
 from rekindle.fx.where import Line
 
 
@@ -80,7 +81,31 @@ class Checks:
         if any(tensor.grad is not None for tensor in outside):
             self._refuse(
                 "backward() reaches a tensor that is neither in the model nor in the optimizer",
-                "Make it part of the model, or freeze it with requires_grad_(False).",
+                "Make it part of the model, or freeze it with requires_grad_(False); for a "
+                "gradient of the batch, call torch.autograd.grad(...) and return what it gives.",
+            )
+
+    def flags_stay(self, before: Iterable[tuple[Slot, bool]]) -> None:
+        """No parameter was frozen or thawed on the way."""
+        for slot, requires_grad in before:
+            if slot.get().requires_grad != requires_grad:
+                self._refuse(
+                    f"the step changes requires_grad of {slot.name}",
+                    "Freeze and thaw parameters between steps, outside: the next step follows.",
+                )
+
+    def batch_is_not_shared(
+        self, tensors: list[torch.Tensor], nodes: list[fx.Node], tape: Tape
+    ) -> None:
+        """A batch that the step writes to has no memory twice."""
+        written = {tape.metas[node].storage for call in tape.calls for node in call.writes}
+        if written.isdisjoint(tape.metas[node].storage for node in nodes):
+            return
+        pointers = [t.untyped_storage().data_ptr() for t in tensors if not t.is_meta]
+        if len(set(pointers)) < len(pointers):
+            self._refuse(
+                "the step writes to a batch whose tensors share memory",
+                "Write out of place (x = x + 1, not x += 1), or clone what the batch shares.",
             )
 
     def settings_stay(self, before: list[dict[str, Any]], after: list[dict[str, Any]]) -> None:

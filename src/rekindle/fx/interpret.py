@@ -42,8 +42,12 @@ def make_up(recording: Recording, node: fx.Node) -> torch.Tensor:
     """A tensor of a node's form: random numbers, or zeros where an index may be meant."""
     meta = recording.tape.metas[node]
     device = recording.tape.storages[meta.storage].device
-    tensor = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=device)
-    return tensor.normal_() if meta.dtype.is_floating_point else tensor.zero_()
+    last = sum((size - 1) * step for size, step in zip(meta.shape, meta.stride, strict=True))
+    count = last + 1 if 0 not in meta.shape else 0
+    memory = torch.zeros(count, dtype=meta.dtype, device=device)
+    if meta.dtype.is_floating_point:
+        memory.normal_()
+    return memory.as_strided(meta.shape, meta.stride)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as module_hooks
 from torch.optim.lr_scheduler import LRScheduler
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rekindle.fx.record import Recorder
@@ -25,14 +27,18 @@ _GENERATOR_MODULES = (
 
 
 @contextmanager
-def watched(recorder: Recorder, modules: dict[str, nn.Module]) -> Iterator[None]:
-    """Everything below, for as long as the step runs."""
+def watched(
+    recorder: Recorder, modules: dict[str, nn.Module], on_unknown: Callable[[nn.Module], None]
+) -> Iterator[None]:
+    """All of the below while the step runs; `on_unknown` meets modules not in the list."""
     with ExitStack() as stack:
-        stack.enter_context(_module_paths(recorder, modules))
+        stack.enter_context(_module_paths(recorder, modules, on_unknown))
         stack.enter_context(_schedulers_refused(recorder))
         stack.enter_context(_random_state_recorded(recorder))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(torch.enable_grad())
+        stack.enter_context(_MemoryReadsRefused(recorder))
+        stack.enter_context(_quiet(logging.getLogger("torch._subclasses.fake_tensor")))
         stack.enter_context(warnings.catch_warnings())
         # recurrent layers compare addresses of weights; nothing is read there
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
@@ -40,13 +46,45 @@ def watched(recorder: Recorder, modules: dict[str, nn.Module]) -> Iterator[None]
         yield
 
 
+class _MemoryReadsRefused(TorchFunctionMode):
+    """Refuses what reads a tensor's memory without an operator, be the tensor real or fake."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _MEMORY_READS:
+            self._recorder.refuse(
+                f"reads {_MEMORY_READS[func]} during the step",
+                "The step is captured once, without values: stay with torch operators, or do it "
+                "outside the step: loss = step(batch); print(f'{loss:.3f}').",
+            )
+        return func(*args, **(kwargs or {}))
+
+
+_MEMORY_READS = {
+    torch.Tensor.tolist: "a tensor's memory (.tolist())",
+    torch.Tensor.numpy: "a tensor's memory (.numpy())",
+    torch.Tensor.__array__: "a tensor's memory (.numpy(), np.asarray())",
+    torch.Tensor.__format__: "the value of a tensor (a format string)",
+}
+
+
 @contextmanager
-def _module_paths(recorder: Recorder, modules: dict[str, nn.Module]) -> Iterator[None]:
+def _module_paths(
+    recorder: Recorder, modules: dict[str, nn.Module], on_unknown: Callable[[nn.Module], None]
+) -> Iterator[None]:
     paths = {id(module): path for path, module in modules.items()}
     stack = recorder.module_path
 
     def enter(module: nn.Module, args: Any) -> None:
-        stack.append(paths.get(id(module), type(module).__name__))
+        if id(module) not in paths:
+            paths[id(module)] = type(module).__name__
+            on_unknown(module)
+        stack.append(paths[id(module)])
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         stack.pop()
@@ -60,6 +98,17 @@ def _module_paths(recorder: Recorder, modules: dict[str, nn.Module]) -> Iterator
     finally:
         for hook in hooks:
             hook.remove()
+
+
+@contextmanager
+def _quiet(logger: logging.Logger) -> Iterator[None]:
+    """The user's own mistakes come as exceptions; torch also logs them as its failures."""
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 @contextmanager

@@ -322,8 +322,9 @@ class Recorder(TorchDispatchMode):
         autograd_node = torch._C._current_autograd_node()
         source = Source(self.module_path[-1] if self.module_path else "", *site.line)
         if autograd_node is None:
-            # autograd has just given the forward op its number: its backward will carry it, too
-            self._source_of_seq[torch.autograd._get_sequence_nr() - 1] = source
+            # If autograd follows this op, it has just numbered it, and its backward will carry the
+            # number, too. An op that it does not follow leaves the number as it was.
+            self._source_of_seq.setdefault(torch.autograd._get_sequence_nr() - 1, source)
         else:
             source = self._source_of_seq.get(autograd_node._sequence_nr(), source)
         self.tape.calls.append(

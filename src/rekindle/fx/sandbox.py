@@ -114,6 +114,10 @@ class Sandbox:
         """Note one more tensor, met on the way."""
         self._undo.append(_remember_tensor(tensor))
 
+    def add_module(self, module: nn.Module) -> None:
+        """Note one more module, met on the way."""
+        self._undo.append(_remember_module(module))
+
     def moved_generators(self) -> bool:
         """Whether a torch generator was moved: by a seed, since fake operators draw nothing."""
         now = random_states()

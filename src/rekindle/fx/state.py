@@ -47,11 +47,17 @@ class Surroundings:
             for path, part in module.named_modules(prefix=name):
                 if part not in set(self.modules.values()):
                     self.modules[path] = part
-        slots: dict[int, Slot] = {}  # by the identity of the tensor: tied weights are one
+        self.outside_modules: list[nn.Module] = []  # met while the step runs
+        self.slots: list[Slot] = []
+        self.ties: list[tuple[Slot, int]] = []  # further places of a tensor, and its slot
+        slot_of: dict[int, int] = {}  # by the identity of the tensor: tied weights are one
         for slot in self._all_slots():
-            slots.setdefault(id(slot.get()), slot)
-        self.slots = list(slots.values())
-        self._slot_of = slots
+            index = slot_of.setdefault(id(slot.get()), len(self.slots))
+            if index == len(self.slots):
+                self.slots.append(slot)
+            else:
+                self.ties.append((slot, index))
+        self._slot_of = {key: self.slots[index] for key, index in slot_of.items()}
         self._born_later: dict[int, tuple[Kind, str]] = {}
 
     def params(self) -> dict[int, torch.Tensor]:
@@ -70,10 +76,17 @@ class Surroundings:
                 for key, value in store.items():
                     if isinstance(value, torch.Tensor):
                         yield Slot(kind, prefix + key, store, key)
+        groups = _GroupParams(self.optimizer)
         for index, group in enumerate(self.optimizer.param_groups):
             for position in range(len(group["params"])):
                 name = f"optimizer.group{index}.{position}"
-                yield Slot(Kind.PARAM, name, group["params"], position)
+                yield Slot(Kind.PARAM, name, groups, (index, position))
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Every real tensor that is there before the step: slots, gradients, optimizer state."""
+        yield from (slot.get() for slot in self.slots)
+        yield from (param.grad for param in self.params().values() if param.grad is not None)
+        yield from (state for _, state in self.optimizer_state())
 
     def name_of(self, tensor: torch.Tensor) -> tuple[Kind, str] | None:
         """What a real tensor is called, if it has a place in a module or the optimizer."""
@@ -100,6 +113,18 @@ class Surroundings:
             for key, value in items:
                 if isinstance(value, torch.Tensor):
                     yield f"{prefix}.{key}", value
+
+
+class _GroupParams:
+    """An optimizer's parameters by group and position, wherever it keeps its groups now."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def __getitem__(self, key: tuple[int, int]) -> torch.Tensor:
+        group, position = key
+        tensor: torch.Tensor = self._optimizer.param_groups[group]["params"][position]
+        return tensor
 
 
 def _referenced_modules(function: Callable[..., Any]) -> Iterator[tuple[str, nn.Module]]:

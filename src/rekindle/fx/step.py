@@ -59,7 +59,6 @@ class CapturedStep:
         self.is_forecast = as_on_gpu
         self._variants: OrderedDict[Hashable, list[Variant]] = OrderedDict()
         self._lock = threading.Lock()
-        self._modules = list(model.modules())
         flat = tree.flatten(batch)
         self._first = self._capture(batch, self._key(flat))
         self._first_batch = [weakref.ref(tensor) for tensor in flat.tensors]
@@ -123,7 +122,6 @@ class CapturedStep:
         return (
             tuple(signature(tensor) for tensor in flat.tensors),
             flat.structure.key(),
-            tuple(module.training for module in self._modules),
             tuple(
                 torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
                 for kind in ("cpu", "cuda")

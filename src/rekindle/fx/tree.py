@@ -30,11 +30,7 @@ class Structure(NamedTuple):
 
     def key(self) -> tuple[Any, ...]:
         """A hashable key that, unlike plain equality, tells 1 from 1.0 and True."""
-        leaves = (
-            (leaf.build, leaf.inner.key()) if isinstance(leaf, _Container) else (type(leaf), leaf)
-            for leaf in self.leaves
-        )
-        return (self.spec, *leaves)
+        return (self.spec, *(_leaf_key(leaf) for leaf in self.leaves))
 
     def rebuild(self, tensors: list[torch.Tensor]) -> Any:
         """The tree again, with these tensors in place of the old ones."""
@@ -48,6 +44,14 @@ class Structure(NamedTuple):
             for leaf in self.leaves
         ]
         return pytree.tree_unflatten(leaves, self.spec)
+
+
+def _leaf_key(leaf: Any) -> tuple[Any, ...]:
+    if isinstance(leaf, _Container):
+        return leaf.build, leaf.inner.key()
+    if isinstance(leaf, float):  # so that -0.0 is not 0.0, and NaN is NaN
+        return float, leaf.hex()
+    return type(leaf), leaf
 
 
 class _Container(NamedTuple):

@@ -100,13 +100,13 @@ def _cards(summary: Summary) -> str:
         ("FLOPs", format_count(summary.total.flops)),
     ]
     if ratio is not None:
-        cards.append(("backward/forward FLOPs", f"{ratio:.2f}"))
+        cards.append(("backward/forward", f"{ratio:.2f}"))
     return "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in cards)
 
 
 def _method(summary: Summary) -> str:
     note = f" ({summary.method})" if summary.method else ""
-    return f"Times are {how_timed(summary)}{note}. The peak is at {peak_place(summary)}."
+    return f"Times are {how_timed(summary)}{note}."
 
 
 def _part_rows(summary: Summary) -> str:
@@ -163,7 +163,7 @@ def _group_rows(parts: tuple[Part, ...]) -> str:
     rest = parts[_MOST_GROUPS:]
     rows = [
         _bar_row(
-            f"{escape(part.label)}<small>{_tensors(part.count)}</small>",
+            f"{_breakable(part.label)}<small>{_tensors(part.count)}</small>",
             format_bytes(part.nbytes),
             part.share,
             colour("activation"),
@@ -175,6 +175,11 @@ def _group_rows(parts: tuple[Part, ...]) -> str:
         label = f"{len(rest)} more<small>{_tensors(sum(p.count for p in rest))}</small>"
         rows.append(_bar_row(label, format_bytes(nbytes), share, colour("library workspace")))
     return "".join(rows)
+
+
+def _breakable(path: str) -> str:
+    """A long name that a narrow screen breaks after a dot or an underscore."""
+    return escape(path).replace(".", ".<wbr>").replace("_", "_<wbr>")
 
 
 def _tensors(count: int) -> str:

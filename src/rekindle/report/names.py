@@ -1,4 +1,4 @@
-"""Names made short enough to read: of operators, modules and source lines."""
+"""Names made short enough to read: of modules, operators and source lines."""
 
 from __future__ import annotations
 
@@ -8,16 +8,6 @@ from pathlib import PurePath
 from rekindle.core.ir import Source
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-
-
-def kind_of(target: str) -> str:
-    """The operator's name without namespace and overload.
-
-    >>> kind_of("aten.native_batch_norm.default"), kind_of("aten.add_.Tensor"), kind_of("getitem")
-    ('native_batch_norm', 'add_', 'getitem')
-    """
-    parts = target.split(".")
-    return parts[1] if len(parts) > 1 else target
 
 
 def pattern_of(module: str) -> str:

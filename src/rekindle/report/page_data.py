@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
@@ -11,19 +11,18 @@ from numpy.typing import NDArray
 from rekindle.core.cost import Profile
 from rekindle.core.ir import Phase, StepGraph
 from rekindle.core.simulate import ROLES, Trace
-from rekindle.report.names import kind_of, shorten_path, source_line
+from rekindle.report.names import shorten, shorten_path, source_line
 from rekindle.report.palette import LIBRARIES, ORDER, PHASE_BANDS, colour
 from rekindle.report.summary import Activation, Summary
 
 MOST_POSITIONS = 20_000
 MOST_ACTIVATIONS = 60
 _MOST_BANDS = 24
-_LABEL_WIDTH = 34
+_LABEL_WIDTH = 40
+_KIND_WIDTH = 18
 
 
-def page_data(
-    graph: StepGraph, profile: Profile, trace: Trace, summary: Summary
-) -> dict[str, Any]:
+def page_data(graph: StepGraph, profile: Profile, trace: Trace, summary: Summary) -> dict[str, Any]:
     """Everything the script needs, ready for JSON."""
     phases, targets, modules, sources = [p.value for p in Phase], _Texts(), _Texts(), _Texts()
     columns = {
@@ -86,7 +85,7 @@ def positions(live_bytes: NDArray[np.int64], most: int = MOST_POSITIONS) -> list
     if n_ops <= most:
         return None
     edges = np.linspace(0, n_ops, most + 1).astype(int)
-    return [int(a + np.argmax(live_bytes[a:b])) for a, b in zip(edges, edges[1:], strict=False)]
+    return [int(a + np.argmax(live_bytes[a:b])) for a, b in pairwise(edges)]
 
 
 def shown_activations(summary: Summary) -> list[Activation]:
@@ -115,9 +114,10 @@ def _stack(trace: Trace) -> list[dict[str, Any]]:
 
 
 def _bar(row: Activation) -> dict[str, Any]:
-    where = shorten_path(row.module, _LABEL_WIDTH - min(len(kind_of(row.kind)), 12) - 2)
+    kind = shorten(row.kind, _KIND_WIDTH)
+    where = shorten_path(row.module, _LABEL_WIDTH - len(kind) - 2)
     return {
-        "label": f"{where}, {row.kind[:12]}" if where else row.name[:_LABEL_WIDTH],
+        "label": f"{where}, {kind}" if where else shorten(row.name, _LABEL_WIDTH),
         "name": row.name,
         "module": row.module,
         "source": row.source,

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from rekindle.core.cost import Profile
 from rekindle.core.ir import Op, Phase, Role, StepGraph
 from rekindle.core.liveness import Lifetime
+from rekindle.core.roofline import bytes_moved, op_name
 from rekindle.core.simulate import Trace
-from rekindle.core.traffic import op_bytes
-from rekindle.report.names import kind_of, pattern_of, source_line
+from rekindle.report.names import pattern_of, source_line
 from rekindle.report.palette import LIBRARIES, ORDER
 
 Ints = NDArray[np.int64]
@@ -138,9 +138,9 @@ def summarize(
     graph: StepGraph, profile: Profile, trace: Trace, about: Mapping[str, Any] | None = None
 ) -> Summary:
     """The rows of a profiled step."""
-    moved = op_bytes(graph)
+    moved = bytes_moved(graph)
     phases = _group(graph, profile, moved, lambda op: op.phase.value)
-    operators = _group(graph, profile, moved, lambda op: kind_of(op.target))
+    operators = _group(graph, profile, moved, op_name)
     empty = dict.fromkeys(phase.value for phase in Phase)
     return Summary(
         about=dict(about or {}),
@@ -189,7 +189,7 @@ def _peak(graph: StepGraph, trace: Trace) -> Peak:
         op=graph.ops[position],
         start_us=float(trace.starts_us[position]),
         parts=_largest(parts),
-        activation_kinds=grouped(lambda op: kind_of(op.target)),
+        activation_kinds=grouped(op_name),
         activation_modules=grouped(lambda op: pattern_of(op.source.module) or "(no module)"),
     )
 
@@ -228,7 +228,7 @@ def _activations(graph: StepGraph, trace: Trace) -> tuple[Activation, ...]:
         return Activation(
             storage=storage,
             name=value.name,
-            kind=kind_of(maker.target),
+            kind=op_name(maker),
             module=maker.source.module,
             source=source_line(maker.source),
             shape=value.shape,

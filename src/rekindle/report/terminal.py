@@ -70,7 +70,7 @@ def conclusion(names: Iterable[str], differing: Iterable[str]) -> RenderableType
 
 def profile_summary(summary: Summary, *, most: int = 8) -> RenderableType:
     """A profiled step: its peak and what that is made of, and where time and bytes go."""
-    parts = [
+    parts: list[RenderableType] = [
         Text(f"{summary.title}, {how_timed(summary)}", style="bold"),
         _indented(_headline(summary)),
         _indented(_Fitted(lambda width: _peak_and_time(summary, width))),

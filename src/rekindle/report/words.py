@@ -35,9 +35,9 @@ def peak_in_words(summary: Summary) -> str:
         return f"At its peak the step holds {format_bytes(peak.nbytes)}{largest}."
     return (
         f"At its peak the step holds {format_bytes(peak.nbytes)}, {percent(peak.activation_share)}"
-        f" of it activations: results of the forward pass that wait for the backward pass{largest}."
-        f" The most bytes are results of {_kinds(peak.activation_kinds)}, and the module with the"
-        f" most is {_part(peak.activation_modules[0])}."
+        f" of it activations, results of the forward pass that wait for the backward pass{largest}."
+        f" Of these, the most bytes are results of {_kinds(peak.activation_kinds)}, and the module"
+        f" with the most is {_part(peak.activation_modules[0])}."
     )
 
 

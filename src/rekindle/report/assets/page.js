@@ -70,10 +70,10 @@ function bands(x, yBottom) {
 }
 
 const font = { family: "system-ui, -apple-system, Segoe UI, Roboto, Arial, sans-serif", size: 12, color: "#1c2530" };
-const config = {
-  responsive: true, displaylogo: false,
-  modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
-};
+const config = () => ({
+  responsive: true, displaylogo: false, displayModeBar: isNarrow() ? false : "hover",
+  modeBarButtonsToRemove: ["sendChartToCloud", "select2d", "lasso2d", "autoScale2d"],
+});
 
 // ---------------------------------------------------------------- memory over the step
 
@@ -96,6 +96,8 @@ function opHover(op) {
 }
 const hovers = positions.map(opHover);
 
+const most = (amounts) => (Array.isArray(amounts) ? amounts.reduce((a, b) => Math.max(a, b), 0) : amounts);
+
 function drawTimeline(kind) {
   const x = axis(kind);
   const xs = positions.map(x.start).concat([x.end]);
@@ -104,6 +106,7 @@ function drawTimeline(kind) {
     type: "scatter", mode: "lines", stackgroup: "memory", name: role.label, x: xs,
     y: held(positions.map((op) => (Array.isArray(role.bytes) ? role.bytes[op] : role.bytes) / byteUnit[0])),
     line: { width: 0, shape: "hv" }, fillcolor: role.colour, hoverinfo: "skip",
+    showlegend: most(role.bytes) > 0.002 * data.peak.bytes, // thinner than a line: nothing to name
   }));
   traces.push({
     type: "scatter", mode: "lines", name: "all", showlegend: false, x: xs,
@@ -122,13 +125,13 @@ function drawTimeline(kind) {
     bgcolor: "rgba(255,255,255,.85)", bordercolor: "#1c2530", borderpad: 3,
   });
   return Plotly.react("timeline", traces, {
-    font, height: isNarrow() ? 440 : 480, margin: { l: 52, r: 12, t: 34, b: 60 }, hovermode: "x",
+    font, height: isNarrow() ? 440 : 480, margin: { l: 52, r: 12, t: isNarrow() ? 30 : 50, b: 60 }, hovermode: "x",
     hoverdistance: -1, paper_bgcolor: "#fff", plot_bgcolor: "#fff",
     hoverlabel: { align: "left", bgcolor: "#fff", bordercolor: "#55606d", font: { color: "#1c2530" } },
     xaxis: { title: { text: x.title, standoff: 8 }, range: [0, x.end], zeroline: false, gridcolor: "#e3e8ee" },
     yaxis: { title: { text: byteUnit[1] }, range: [0, top * 1.25 || 1], gridcolor: "#e3e8ee", fixedrange: true },
     legend: { orientation: "h", x: 0, y: -0.16, yanchor: "top", traceorder: "normal" }, shapes, annotations: labels,
-  }, config);
+  }, config());
 }
 
 // ---------------------------------------------------------------- activations
@@ -145,7 +148,7 @@ function drawActivations(kind) {
     x: rows.map((row, index) => Math.max(x.start(row.to) - from[index], 0)),
     marker: {
       color: rows.map((row) => row.bytes / 2 ** 20),
-      colorscale: [[0, "#fbe3b3"], [0.5, "#e69f00"], [1, "#7a4300"]], showscale: !narrow, cmin: 0,
+      colorscale: [[0, "#fbe3b3"], [0.5, "#e69f00"], [1, "#7a4300"]], showscale: !narrow, cmin: 0, cmax: Math.max(...rows.map((row) => row.bytes)) / 2 ** 20,
       colorbar: { title: { text: "MiB" }, thickness: 12, len: 0.5, y: 1, yanchor: "top" },
     },
     text: rows.map((row) =>
@@ -158,7 +161,7 @@ function drawActivations(kind) {
   const { shapes, labels } = bands(x, 0);
   return Plotly.react("activations", [trace], {
     font, height: Math.max(220, 90 + rows.length * 14), bargap: 0.25, paper_bgcolor: "#fff", plot_bgcolor: "#fff",
-    margin: { l: narrow ? 12 : 250, r: 12, t: 34, b: 50 }, hovermode: "closest",
+    margin: { l: narrow ? 12 : 262, r: 12, t: narrow ? 30 : 50, b: 50 }, hovermode: "closest",
     hoverlabel: { align: "left", bgcolor: "#fff", bordercolor: "#55606d", font: { color: "#1c2530" } },
     xaxis: { title: { text: x.title, standoff: 8 }, range: [0, x.end], zeroline: false, gridcolor: "#e3e8ee" },
     yaxis: {
@@ -167,7 +170,7 @@ function drawActivations(kind) {
       ticktext: rows.map((row) => safe(row.label)),
     },
     shapes, annotations: labels,
-  }, config);
+  }, config());
 }
 
 // ---------------------------------------------------------------- the table of operators
