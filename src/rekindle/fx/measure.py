@@ -17,8 +17,10 @@ import torch
 from torch import fx
 
 from rekindle.core.cost import OpCost, Profile
+from rekindle.core.devices import Device, find_device
 from rekindle.core.ir import StepGraph
 from rekindle.core.liveness import analyze
+from rekindle.core.roofline import analytic_profile
 from rekindle.core.simulate import device_sizes
 from rekindle.errors import ProfileError
 from rekindle.fx import interpret
@@ -67,6 +69,13 @@ def measure_profile(
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return session.one_by_one(device_name(device))
+
+
+def _closest_device(name: str) -> Device:
+    try:
+        return find_device(name)
+    except ProfileError:
+        return find_device("A100-80GB")
 
 
 class _Session:
@@ -127,11 +136,20 @@ class _Session:
             groups.setdefault(self._signature(call.node), []).append(index)
         firsts = [indices[0] for indices in groups.values()]
         times, workspaces = np.zeros(len(calls)), np.zeros(len(calls), dtype=np.int64)
+        unable: set[int] = set()
 
         def run(around: Around) -> None:
             for number, index in enumerate(firsts):
+                if index in unable:
+                    continue
                 self.progress(f"operator {number + 1} of {len(firsts)}")
-                self._run_alone(calls[index].node, lambda *a, i=index: around(i, *a))
+                try:
+                    self._run_alone(calls[index].node, lambda *a, i=index: around(i, *a))
+                except torch.OutOfMemoryError:
+                    raise
+                except RuntimeError as error:  # made-up arguments do not suit every operator
+                    log.info("%s does not run alone: %s", self.graph.ops[index].name, error)
+                    unable.add(index)
 
         with interpret.preserved(self.recording):
             run(plainly)
@@ -141,6 +159,12 @@ class _Session:
         for first, indices in zip(firsts, groups.values(), strict=True):
             times[indices], workspaces[indices] = medians[first], alone[first]
         method = f"{len(firsts)} distinct operators alone, median of {self.runs} runs"
+        if unable:
+            method += f"; {len(unable)} of them estimated from bytes and FLOPs"
+            estimate = analytic_profile(self.graph, _closest_device(device)).times_us
+            for index in unable:
+                indices = groups[self._signature(calls[index].node)]
+                times[indices] = estimate[indices]
         return self._profile(device, times, workspaces, self._overhead(at_start), method)
 
     def _run_alone(self, node: fx.Node, around: Callable[..., Any]) -> None:
