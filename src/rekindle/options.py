@@ -92,7 +92,7 @@ SaveOption = Annotated[
 ]
 RunsOption = Annotated[
     int | None,
-    typer.Option("--runs", min=1, metavar="N", help="How often each op is timed.  [default: 3]"),
+    typer.Option("--runs", min=1, metavar="N", help="How often each op is timed, 3 unless told."),
 ]
 NoCacheOption = Annotated[
     bool, typer.Option("--no-cache", help="Measure anew, and keep nothing for the next time.")

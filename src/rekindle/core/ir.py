@@ -66,12 +66,17 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """One piece of memory. `index` is its position in `StepGraph.storages`."""
+    """One piece of memory. `index` is its position in `StepGraph.storages`.
+
+    The plain step may hold a storage beyond its last use, in a local variable: until the op
+    `held_until` has run, or not at all where that is -1.
+    """
 
     index: int
     nbytes: int
     role: Role
     device: str = "cpu"
+    held_until: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +131,7 @@ class StepGraph:
 
     def _rows(self) -> Iterator[list[object]]:
         for s in self.storages:
-            yield [s.nbytes, s.role.name, s.device]
+            yield [s.nbytes, s.role.name, s.device, s.held_until]
         for v in self.values:
             yield [v.name, v.storage, v.shape, v.dtype, v.producer]
         for o in self.ops:

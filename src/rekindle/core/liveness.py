@@ -50,6 +50,7 @@ class Liveness:
     graph: StepGraph
     birth: Ints
     death: Ints
+    release: Ints
     is_resident: NDArray[np.bool_]
     is_output: NDArray[np.bool_]
 
@@ -117,7 +118,8 @@ def _analyze(graph: StepGraph) -> Liveness:
     is_output[[storage_of[value] for value in graph.outputs]] = True
     birth[is_resident] = 0
     death[is_resident | is_output] = n_ops - 1
-    return Liveness(graph, birth, death, is_resident, is_output)
+    held = np.array([storage.held_until for storage in graph.storages], dtype=np.int64)
+    return Liveness(graph, birth, death, np.maximum(death, held), is_resident, is_output)
 
 
 def _uses_by_storage(graph: StepGraph) -> list[list[Op]]:

@@ -87,6 +87,7 @@ _KINDS = {
     "_foreach": Kind(1.1, 5.0),
     "_cudnn_rnn": Kind(3.0, 50.0),
 }
+_MISALIGNED = 5.4  # GPT-2's vocabulary of 50257 words
 _REACHED_OF_BANDWIDTH = 0.9  # a plain copy's share of the vendor's figure
 
 
@@ -157,7 +158,15 @@ def _time_us(graph: StepGraph, op: Op, nbytes: int, device: Device) -> float:
     rate = device.flops_per_us(dtype, tf32=name.startswith("convolution"))
     bandwidth = device.bandwidth_bytes_per_us * _REACHED_OF_BANDWIDTH
     kind = kind_of(name)
+    if name in ("mm", "addmm", "bmm") and _is_misaligned(graph, op, dtype):
+        kind = kind._replace(factor=kind.factor * _MISALIGNED)
     return kind.floor_us + kind.factor * max(op.flops / rate, nbytes / bandwidth)
+
+
+def _is_misaligned(graph: StepGraph, op: Op, dtype: str) -> bool:
+    """Whether a matrix in half precision has an odd side, which rules the fast kernels out."""
+    sides = (size for v in op.inputs for size in graph.values[v].shape if size > 1)
+    return dtype != "float32" and any(size % 2 for size in sides)
 
 
 def _compute_dtype(graph: StepGraph, op: Op) -> str:

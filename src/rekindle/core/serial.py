@@ -31,7 +31,7 @@ def graph_to_json(graph: StepGraph) -> dict[str, Any]:
     sources = _Table()
     targets = _Table()
     return {
-        "storages": [[s.nbytes, s.role.name, s.device] for s in graph.storages],
+        "storages": [[s.nbytes, s.role.name, s.device, s.held_until] for s in graph.storages],
         "values": [[v.name, v.storage, list(v.shape), v.dtype, v.producer] for v in graph.values],
         "ops": [
             [
@@ -91,8 +91,8 @@ def graph_from_json(data: dict[str, Any]) -> StepGraph:
             for index, (name, storage, shape, dtype, producer) in enumerate(data["values"])
         ),
         storages=tuple(
-            Storage(index, nbytes, Role[role], device)
-            for index, (nbytes, role, device) in enumerate(data["storages"])
+            Storage(index, nbytes, Role[role], device, held_until)
+            for index, (nbytes, role, device, held_until) in enumerate(data["storages"])
         ),
         outputs=tuple(data["outputs"]),
     )

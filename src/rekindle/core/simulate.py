@@ -55,8 +55,8 @@ class Trace:
     def alive_at(self, position: int) -> list[int]:
         """The storages that are there while an op runs, largest first."""
         liveness = self.liveness
-        there = (liveness.birth <= position) & (position <= liveness.death) & (self.sizes_bytes > 0)
-        indices = np.flatnonzero(there)
+        there = (liveness.birth <= position) & (position <= liveness.release)
+        indices = np.flatnonzero(there & (self.sizes_bytes > 0))
         return [int(i) for i in indices[np.argsort(-self.sizes_bytes[indices], kind="stable")]]
 
 
@@ -74,7 +74,8 @@ def simulate(graph: StepGraph, profile: Profile) -> Trace:
     roles = np.array([role_index[s.role] for s in graph.storages], dtype=np.int64)
     changes = np.zeros((len(ROLES), n_ops + 1), dtype=np.int64)
     np.add.at(changes, (roles, np.minimum(liveness.birth, n_ops)), sizes)
-    np.subtract.at(changes, (roles, liveness.death + 1), np.where(liveness.death >= 0, sizes, 0))
+    release = liveness.release
+    np.subtract.at(changes, (roles, release + 1), np.where(release >= 0, sizes, 0))
     by_role = np.cumsum(changes[:, :n_ops], axis=1)
     by_role[role_index[Role.TEMP]] += profile.workspaces_bytes
     live = by_role.sum(axis=0) + profile.overhead_bytes

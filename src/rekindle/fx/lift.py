@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable
 
 from torch import fx
@@ -55,8 +56,10 @@ class _Lift:
             grads={self._storage(g) for c in self.tape.optimizer_calls for g in c.grads},
             outputs={self.values[value].storage for value in outputs},
         )
+        serials = [call.serial for call in self.tape.calls]
+        held = {s: bisect_right(serials, last) - 1 for s, last in self.tape.held_until.items()}
         storages = tuple(
-            Storage(index, meta.nbytes, role, str(meta.device))
+            Storage(index, meta.nbytes, role, str(meta.device), held.get(index, -1))
             for index, (meta, role) in enumerate(zip(self.tape.storages, roles, strict=True))
         )
         return StepGraph(tuple(self.ops), tuple(self.values), storages, outputs)

@@ -168,16 +168,24 @@ class _Session:
         return self._profile(device, times, workspaces, self._overhead(at_start), method)
 
     def _run_alone(self, node: fx.Node, around: Callable[..., Any]) -> None:
-        made = {arg: self._tensor_for(arg) for arg in node.all_input_nodes}
+        made = {arg: self._tensor_for(arg, str(node.target)) for arg in node.all_input_nodes}
         args = fx.map_arg(node.args, made.__getitem__)
         kwargs = fx.map_arg(node.kwargs, made.__getitem__)
         with torch.no_grad():
             around(node.target, args, kwargs)
 
-    def _tensor_for(self, node: fx.Node) -> torch.Tensor:
+    def _tensor_for(self, node: fx.Node, target: str) -> torch.Tensor:
         """A parameter or buffer itself, since it is there anyway; else a tensor made up."""
         slot = self._slot_of.get(node)
-        return slot.get() if slot is not None else interpret.make_up(self.recording, node)
+        if slot is not None:
+            return slot.get()
+        tensor = interpret.make_up(self.recording, node)
+        if "max_pool" in target and tensor.dtype is torch.int64:
+            # each gradient to a place of its own: all to one place would make them wait
+            height, width = tensor.shape[-2:]
+            plane = torch.arange(height * width, device=tensor.device).view(height, width)
+            tensor.copy_(plane.expand(tensor.shape))
+        return tensor
 
     def _signature(self, node: fx.Node) -> Hashable:
         """What an operator's cost depends on: itself, and the forms of its arguments."""

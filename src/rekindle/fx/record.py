@@ -10,6 +10,8 @@ afterwards.
 from __future__ import annotations
 
 import operator
+import weakref
+from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -70,6 +72,7 @@ class Entry:
 class Call:
     """What is known of one recorded operator call, beside its node."""
 
+    serial: int  # counts calls as they came, from 1
     node: fx.Node
     results: list[fx.Node]  # one for each tensor it returns that is new
     writes: list[fx.Node]
@@ -108,6 +111,7 @@ class Tape:
     calls: list[Call] = field(default_factory=list)
     metas: dict[fx.Node, Meta] = field(default_factory=dict)
     storages: list[StorageMeta] = field(default_factory=list)
+    held_until: dict[int, int] = field(default_factory=dict)  # storage -> a call's serial
     optimizer_calls: list[OptimizerCall] = field(default_factory=list)
 
 
@@ -139,6 +143,9 @@ class Recorder(TorchDispatchMode):
         self._node_of_storage: dict[int, fx.Node] = {}
         self._storage_index: dict[int, int] = {}
         self._storages: list[torch.UntypedStorage] = []  # held, so that no address comes twice
+        self._tensors_on: Counter[int] = Counter()  # by storage
+        self._deaths: list[weakref.ref[torch.Tensor]] = []
+        self._n_calls = 0
         self._last_placeholder: fx.Node | None = None
         self._source_of_seq: dict[int, Source] = {}
 
@@ -259,13 +266,28 @@ class Recorder(TorchDispatchMode):
         only if nobody else holds it, and the recorded step should do as the real one does.
         """
         tensor._rekindle_node = node
+        storage = self.storage_index(tensor)
+        self._watch(tensor, storage)
         if node not in self.tape.metas:
-            storage = self.storage_index(tensor)
             self.tape.metas[node] = Meta(
                 tuple(tensor.shape), tensor.stride(), tensor.dtype, storage
             )
             self._views.setdefault(self._view_key(tensor), node)
             self._node_of_storage.setdefault(storage, node)
+
+    def _watch(self, tensor: torch.Tensor, storage: int) -> None:
+        """Note when the last tensor on a storage goes: until then the plain step holds it.
+
+        That may be later than its last use: a local variable of the step lives until it returns.
+        """
+
+        def on_death(_: Any) -> None:
+            self._tensors_on[storage] -= 1
+            if not self._tensors_on[storage]:
+                self.tape.held_until[storage] = self._n_calls
+
+        self._tensors_on[storage] += 1
+        self._deaths.append(weakref.ref(tensor, on_death))
 
     def storage_index(self, tensor: torch.Tensor) -> int:
         """The number of the storage behind a fake tensor; views of one storage share it."""
@@ -327,8 +349,10 @@ class Recorder(TorchDispatchMode):
             self._source_of_seq.setdefault(torch.autograd._get_sequence_nr() - 1, source)
         else:
             source = self._source_of_seq.get(autograd_node._sequence_nr(), source)
+        self._n_calls += 1
         self.tape.calls.append(
             Call(
+                serial=self._n_calls,
                 node=node,
                 results=results,
                 writes=[self.node_of(tensor) for tensor in writes or ()],

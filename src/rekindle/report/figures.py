@@ -38,14 +38,15 @@ def write_png(
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
+        from matplotlib.layout_engine import ConstrainedLayoutEngine
     except ImportError as error:
         raise ReportError(
             f'the figure needs matplotlib ({error}): pip install "rekindle[report]"'
         ) from error
     summary = summarize(graph, profile, trace, about)
     # Figure and canvas by hand: pyplot would choose a backend and keep state for the whole process
-    figure = Figure(figsize=SIZE_INCHES, dpi=DPI, facecolor="white", layout="constrained")
-    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)
+    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
+    figure = Figure(figsize=SIZE_INCHES, dpi=DPI, facecolor="white", layout=layout)
     FigureCanvasAgg(figure)
     figure.suptitle(_title(summary), x=0.01, ha="left", fontsize=14, fontweight="bold", color=_INK)
     rows = max(len(summary.peak.parts), 3)

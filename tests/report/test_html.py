@@ -1,0 +1,221 @@
+"""The page: what it embeds, and what a real browser makes of it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_step import ABOUT, PEAK_BYTES, tiny_graph, tiny_step
+
+from rekindle.core.cost import OpCost, Profile
+from rekindle.core.ir import Op, Phase, Role, Source, StepGraph, Storage, Value
+from rekindle.core.simulate import simulate
+from rekindle.errors import ReportError
+from rekindle.report.html import write_html
+from rekindle.report.page_data import bands, positions
+
+pytest.importorskip("plotly")
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+OPTIONS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+    *("--disable-dev-shm-usage", "--window-size=1280,2000", "--virtual-time-budget=20000"),
+)
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
+
+# Runs in the page once it is drawn, uses it as a person would, and writes down what it sees.
+LOOK = """
+<script>
+(function look() {
+  const root = document.documentElement;
+  if (root.dataset.ready !== "yes") { setTimeout(look, 50); return; }
+  const all = (what) => [...document.querySelectorAll(what)];
+  const column = (n) => all(`#operators tbody td:nth-child(${n})`).map((c) => c.textContent);
+  const click = (what) => document.querySelector(what).click();
+  const head = (title) => all("#operators th button").find((b) => b.textContent === title);
+  const timeline = document.getElementById("timeline");
+  const seen = {};
+  seen.traces = timeline.data.map((trace) => trace.name);
+  seen.areas = timeline.querySelectorAll(".scatterlayer .trace").length;
+  seen.top = Math.max(...timeline.data.at(-1).y);
+  seen.unit = timeline.layout.yaxis.title.text;
+  seen.labels = [...timeline.querySelectorAll(".annotation-text")].map((a) => a.textContent);
+  seen.hover = timeline.data.at(-1).text[4];
+  seen.endOfTime = timeline.layout.xaxis.range[1];
+  seen.bars = document.querySelectorAll("#activations .bars .point").length;
+  seen.wide = root.scrollWidth <= window.innerWidth;
+  click("input[name=axis][value=op]");
+  seen.endOfOps = timeline.layout.xaxis.range[1];
+  seen.kinds = column(1);
+  head("average").click();
+  seen.byAverage = column(1);
+  head("average").click();
+  seen.byAverageUpwards = column(1);
+  click("input[name=rows][value=ops]");
+  seen.ops = column(2);
+  const search = document.getElementById("search");
+  search.value = "LAYERS.0";
+  search.dispatchEvent(new Event("input"));
+  seen.found = column(2);
+  seen.shown = document.getElementById("shown").textContent;
+  seen.images = document.querySelectorAll("img").length;
+  root.dataset.seen = JSON.stringify(seen);
+})();
+</script>
+"""
+
+
+def opened(page: Path) -> dict[str, str]:
+    """What a browser makes of a page: the notes that its scripts left on the root element."""
+    assert CHROMIUM is not None
+    profile = f"--user-data-dir={page.parent / 'browser'}"
+    done = subprocess.run(
+        [CHROMIUM, *OPTIONS, profile, "--dump-dom", page.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    root = re.search(r"<html[^>]*>", done.stdout)
+    assert root is not None
+    return {name: unescape(note) for name, note in re.findall(r'data-(\w+)="([^"]*)"', root[0])}
+
+
+def look(page: Path) -> dict[str, Any]:
+    """What a person sees on the page; an error on its console fails the test."""
+    text = page.read_text(encoding="utf-8")
+    page.write_text(text.replace("</body>", LOOK + "</body>"), encoding="utf-8")
+    notes = opened(page)
+    assert notes["errors"] == ""
+    return json.loads(notes["seen"])
+
+
+@needs_browser
+def test_in_a_browser(tmp_path: Path) -> None:
+    page = tmp_path / "profile.html"
+    write_html(page, *tiny_step(), ABOUT)
+    seen = look(page)
+    roles = [
+        *("parameter", "input", "library workspace", "activation", "weight gradient"),
+        *("activation gradient", "temporary", "output"),
+    ]
+    assert seen["traces"] == [*roles, "all"]
+    assert seen["areas"] == len(roles) + 1
+    assert seen["unit"] == "MiB"
+    assert seen["top"] == pytest.approx(PEAK_BYTES / 2**20)
+    assert seen["labels"] == [
+        "forward",
+        "loss",
+        "backward",
+        "optimizer",
+        "peak 7.10 MiBthreshold_backward",
+    ]
+    assert "7.10 MiB" in seen["hover"]
+    assert seen["hover"].endswith("layers.1.act<br>models/net.py:8")
+    assert (seen["endOfTime"], seen["endOfOps"]) == (500, 7)
+    assert seen["bars"] == 1
+    assert seen["wide"] is True
+    by_time = ["mm", "add_", "neg", "threshold_backward", "relu", "sum"]
+    assert seen["kinds"] == seen["byAverage"] == by_time
+    assert seen["byAverageUpwards"] == by_time[::-1]
+    assert len(seen["ops"]) == 7
+    assert seen["ops"][:3] == ["mm_1", "mm", "add_"]
+    assert seen["found"] == ["mm_1", "mm"]
+    assert seen["shown"] == "2 of 2 rows shown."
+
+
+@needs_browser
+def test_names_are_text_and_never_markup(tmp_path: Path) -> None:
+    nasty = '</script><img src=x onerror="console.error(1)">'
+    graph = tiny_graph(Source(f"layers.0{nasty}", f"{nasty}.py", 3), mm=nasty)
+    page = tmp_path / "profile.html"
+    write_html(page, *tiny_step(graph), {"model": f"a & b {nasty}", "batch": 1})
+    seen = look(page)
+    assert seen["images"] == 0
+    assert seen["found"] == ["mm_1", nasty]
+
+
+@needs_browser
+def test_a_step_without_ops_in_a_browser(tmp_path: Path) -> None:
+    graph = StepGraph((), (), (), ())
+    profile = Profile("cpu", graph.fingerprint, ())
+    page = tmp_path / "empty.html"
+    write_html(page, graph, profile, simulate(graph, profile))
+    notes = opened(page)
+    assert (notes["ready"], notes["errors"]) == ("yes", "")
+
+
+@needs_browser
+def test_an_error_on_the_console_would_be_noticed(tmp_path: Path) -> None:
+    page = tmp_path / "profile.html"
+    write_html(page, *tiny_step(), ABOUT)
+    text = page.read_text(encoding="utf-8")
+    page.write_text(text.replace("const nOps = ops.name", "const nOps = ops.nome"))
+    assert "Cannot read properties of undefined" in opened(page)["errors"]
+
+
+def test_the_page_fetches_nothing_and_says_the_peak(tmp_path: Path) -> None:
+    page = tmp_path / "profile.html"
+    write_html(page, *tiny_step(), ABOUT)
+    text = page.read_text(encoding="utf-8")
+    assert not re.search(r"<(script|img|iframe)[^>]+src=|<link[^>]+href=\"(?!data:)", text)
+    assert "At its peak the step holds 7.10 MiB, 56% of it activations" in text
+    assert "{{" not in text.partition("<script>")[0]
+    assert "/home/me" not in text
+
+
+def test_a_very_long_step_is_thinned_and_keeps_its_peak() -> None:
+    live = np.arange(100, dtype=np.int64)
+    live[41] = 1_000
+    assert positions(live, most=100) is None
+    kept = positions(live, most=10)
+    assert kept == [9, 19, 29, 39, 41, 59, 69, 79, 89, 99]
+
+
+def test_phases_that_take_turns_become_a_few_bands() -> None:
+    ops = tuple(
+        Op(i, f"op{i}", "aten.relu.default", phase, (0,), ())
+        for i, phase in enumerate([Phase.FORWARD, Phase.BACKWARD] * 40 + [Phase.OPTIMIZER] * 5)
+    )
+    graph = StepGraph(ops, (Value(0, "x", 0, (1,), "float32"),), (Storage(0, 4, Role.PARAM),), ())
+    found = bands(graph)
+    assert len(found) == 24
+    assert found == sorted(found, key=lambda band: band[1])
+    assert ("optimizer", 80, 84) in found
+
+
+def test_a_page_of_ten_thousand_ops_stays_small(tmp_path: Path) -> None:
+    from plotly.offline import get_plotlyjs
+
+    ops = tuple(
+        Op(i, f"relu_{i}", "aten.relu.default", Phase.FORWARD, (i,), (i + 1,))
+        for i in range(10_000)
+    )
+    values = tuple(
+        Value(i, f"v{i}", i, (256,), "float32", i - 1 if i else None) for i in range(10_001)
+    )
+    storages = tuple(Storage(i, 1024, Role.TEMP if i else Role.PARAM) for i in range(10_001))
+    graph = StepGraph(ops, values, storages, ())
+    profile = Profile("cpu", graph.fingerprint, tuple(OpCost(1.5) for _ in ops))
+    page = tmp_path / "long.html"
+    write_html(page, graph, profile, simulate(graph, profile))
+    assert page.stat().st_size - len(get_plotlyjs()) < 2_000_000
+
+
+def test_without_plotly_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("plotly", "plotly.offline"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ReportError, match=r'pip install "rekindle\[report\]"'):
+        write_html(tmp_path / "profile.html", *tiny_step())
+    assert not list(tmp_path.iterdir())
