@@ -2,10 +2,10 @@
 
     python benchmarks/profiles.py --out FILE [--save DIR]
 
-For each case: the plain step's measured peak beside the simulated one, the sum of op times beside the
-step in a CUDA graph, the analytic profile beside the measured one, and how long profiling took. One
-case is profiled again with the process's memory capped below the plain step's peak. `--save` writes
-the profiles themselves, graph and costs, for use without a GPU.
+For each case: the plain step's measured peak beside the simulated one, the sum of op times beside
+the step in a CUDA graph, the analytic profile beside the measured one, and how long profiling took.
+One case is profiled again with the process's memory capped below the plain step's peak. `--save`
+writes the profiles themselves, graph and costs, for use without a GPU.
 """
 
 from __future__ import annotations

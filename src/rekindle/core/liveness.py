@@ -44,7 +44,8 @@ class Liveness:
 
     `birth` and `death` are op indices, inclusive: a storage is there while ops birth…death run.
     What is there before the step has birth 0, what is there after it has death n_ops - 1; see
-    `is_resident` and `is_output`.
+    `is_resident` and `is_output`. `release` is when the plain step lets go of a storage: at its
+    death, or later where a local variable or autograd still holds it.
     """
 
     graph: StepGraph

@@ -106,7 +106,7 @@ def analytic_profile(graph: StepGraph, device: Device) -> Profile:
         overhead_bytes=device.overhead_bytes,
         to_host_bytes_per_us=device.host_bytes_per_us,
         to_device_bytes_per_us=device.host_bytes_per_us,
-        method="analytic: roofline, fitted on an H200",
+        method="analytic: roofline fitted on an H200",
     )
 
 

@@ -60,10 +60,31 @@ class _GpuOperators(TorchFunctionMode):
             return _attention(*args, **kwargs)
         if func is F.dropout and _drops_out_of_place(*args, **kwargs):
             return _dropout(*args, **kwargs)
+        if func is F.cross_entropy and torch.is_autocast_enabled("cpu"):
+            return _cross_entropy(*args, **kwargs)
         if func in _FLOAT32_FUNCTIONS and torch.is_autocast_enabled("cpu"):
             args = tuple(_to_float32(arg) for arg in args)
             kwargs = {key: _to_float32(arg) for key, arg in kwargs.items()}
         return func(*args, **kwargs)
+
+
+def _cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """Under CUDA's autocast the log-softmax stays in half precision, and the loss casts it."""
+    rest = (weight, size_average, ignore_index, reduce, reduction)
+    if label_smoothing or logits.dtype not in _HALF or target.is_floating_point():
+        return F.cross_entropy(logits, target, *rest, label_smoothing)
+    with torch.autocast("cpu", enabled=False):
+        scores = torch.log_softmax(logits, 1 if logits.dim() > 1 else 0)
+    return F.nll_loss(scores.float(), target, *rest)
 
 
 def _to_float32(arg: Any) -> Any:
