@@ -139,13 +139,23 @@ def test_bad_input_is_told_in_one_line(
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("option", ["--batch", "--precision", "--device", "--runs"])
+@pytest.mark.parametrize("option", ["--batch", "--precision", "--runs"])
 def test_a_saved_profile_cannot_be_changed(
     capsys: pytest.CaptureFixture[str], saved: str, option: str
 ) -> None:
     code, out, err = run(capsys, "profile", saved, option, "1")
     assert (code, out) == (2, "")
     assert f"is a saved profile, which {option} cannot change" in err
+
+
+def test_a_saved_profile_on_another_gpu(capsys: pytest.CaptureFixture[str], saved: str) -> None:
+    """The graph is the saved one; what it costs is estimated for the GPU that is named."""
+    code, out, _ = run(capsys, "profile", saved, "--device", "rtx 4090")
+    assert code == 0
+    assert "estimated for RTX 4090" in out
+    code, out, err = run(capsys, "profile", saved, "--device", "RTX 9999")
+    assert (code, out) == (2, "")
+    assert "unknown device 'RTX 9999'" in err
 
 
 @pytest.mark.parametrize("damage", ["cut", "not gzip", "not a profile", "other schema"])

@@ -22,6 +22,7 @@ from rekindle.core.comparison import Comparison
 from rekindle.core.cost import Profile
 from rekindle.core.devices import find_device
 from rekindle.core.ir import StepGraph
+from rekindle.core.roofline import analytic_profile
 from rekindle.core.serial import load_profile, save_profile
 from rekindle.errors import ModelError, RekindleError
 from rekindle.fx.compare import Parts, compare
@@ -186,14 +187,7 @@ def _profiled(
     """Read a saved profile, or build, capture and profile the model. `how` has what was asked."""
     asked = {name: value for name, value in how.items() if value is not None}
     if model.endswith(SAVED_SUFFIX):
-        if asked:
-            raise ModelError(
-                f"{model} is a saved profile, which --{next(iter(asked))} cannot change: "
-                "leave it out, or name the model"
-            )
-        tell("reading")
-        return _Profiled(*load_profile(Path(model)))
-
+        return _saved(model, asked, tell)
     device, runs = asked.pop("device", None), asked.pop("runs", 3)
     is_forecast = device is not None and device.partition(":")[0] not in _NAMED_HERE
     if is_forecast:
@@ -209,6 +203,22 @@ def _profiled(
     )
     about = {"model": work.name, "batch": work.batch_size, "precision": work.precision}
     return _Profiled(captured.graph, profile, about)
+
+
+def _saved(path: str, asked: dict[str, Any], tell: Callable[[str], None]) -> _Profiled:
+    """A saved profile; with the name of another GPU, its graph and what it would cost there."""
+    name = asked.pop("device", None)
+    if asked:
+        raise ModelError(
+            f"{path} is a saved profile, which --{next(iter(asked))} cannot change: "
+            "leave it out, or name the model"
+        )
+    device = find_device(name) if name is not None else None
+    tell("reading")
+    graph, profile, about = load_profile(Path(path))
+    if device is not None:
+        profile = analytic_profile(graph, device)
+    return _Profiled(graph, profile, about)
 
 
 def _compare_model(name: str, steps: int) -> Comparison:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -139,6 +140,8 @@ class CpuMeter:
 
     def workspaces_bytes(self, run: Run, n_ops: int) -> tuple[NDArray[np.int64], int]:
         found = np.zeros(n_ops, dtype=np.int64)
+        if not torch.cuda.is_available():  # or the profiler complains that it finds no GPU
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         with torch_profile(
             activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
         ) as profiler:
