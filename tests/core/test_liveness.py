@@ -313,4 +313,4 @@ def test_a_local_variable_holds_a_storage() -> None:
         liveness = analyze(graph)
         z1 = next(value.storage for value in graph.values if value.name == "mm")
         assert graph.ops[liveness.death[z1]].name == "sigmoid"
-        assert (liveness.release[z1] == len(graph.ops) - 1) is is_held
+        assert bool(liveness.release[z1] == len(graph.ops) - 1) is is_held

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from rekindle.errors import ModelError
 from rekindle.models import Workload, available, build
@@ -128,17 +129,26 @@ def test_the_same_numbers_every_time_and_no_generator_disturbed(name: str) -> No
 def test_fake_tensors_take_the_same_operators_as_real_ones(name: str) -> None:
     """No choice depends on values: else a captured step would not be the step that runs."""
 
-    def operators() -> list[str]:
-        parts = MODELS[name].build_fn(2, **SMALL[name])
-        parts.model.train()
+    parts = MODELS[name].build_fn(2, **SMALL[name])
+    parts.model.train()
+
+    def operators(model: nn.Module, batch: Any) -> list[str]:
         with OperatorLog() as log:
-            parts.loss_fn(parts.model, parts.batch).backward()
+            parts.loss_fn(model, batch).backward()
         # Saved tensors are detached once more where a tensor is a subclass.
         return [operator for operator in log.names if operator != "aten.detach.default"]
 
-    real = operators()
-    with FakeTensorMode():
-        fake = operators()
+    fake_mode = FakeTensorMode()
+    fake_model, fake_batch = copy.deepcopy((parts.model, parts.batch))
+    for module in fake_model.modules():
+        for store in (module._parameters, module._buffers):
+            for key, tensor in store.items():
+                if tensor is not None:
+                    store[key] = fake_mode.from_tensor(tensor)
+    fake_batch = tree_map_only(torch.Tensor, fake_mode.from_tensor, fake_batch)
+    real = operators(parts.model, parts.batch)
+    with fake_mode:
+        fake = operators(fake_model, fake_batch)
     assert "aten._local_scalar_dense.default" not in real
     assert real == fake
 

@@ -94,16 +94,25 @@ def add_device(device: Device) -> None:
     >>> find_device("toy").memory_bytes == 8 * GIB
     True
     """
+    for name in [name for name in _DEVICES if _squeezed(name) == _squeezed(device.name)]:
+        del _DEVICES[name]
     _DEVICES[device.name] = device
 
 
 def find_device(name: str) -> Device:
-    """The GPU of that name, upper or lower case, with or without its vendor's."""
-    wanted = _plain(name)
+    """The GPU of that name, upper or lower case, or of a longer one as CUDA gives it.
+
+    >>> find_device("NVIDIA A100-SXM4-80GB").name, find_device("rtx4090").name
+    ('A100-80GB', 'RTX 4090')
+    """
     for device in _DEVICES.values():
-        if _plain(device.name) == wanted:
+        if _squeezed(device.name) == _squeezed(name):
             return device
-    close = difflib.get_close_matches(name, _DEVICES, n=1, cutoff=0.5)
+    fits = [device for device in _DEVICES.values() if _words(device.name) <= _words(name)]
+    if fits:
+        return max(fits, key=lambda device: len(_words(device.name)))
+    close = [known for known in _DEVICES if _squeezed(known).startswith(_squeezed(name))]
+    close = close or difflib.get_close_matches(name, _DEVICES, n=1, cutoff=0.5)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     raise ProfileError(
         f"unknown device {name!r}.{hint} Known: {', '.join(_DEVICES)}. Add yours with "
@@ -111,6 +120,11 @@ def find_device(name: str) -> Device:
     )
 
 
-def _plain(name: str) -> str:
+def _words(name: str) -> set[str]:
+    return set(name.lower().replace("-", " ").replace("_", " ").split())
+
+
+def _squeezed(name: str) -> str:
+    vendors = ("nvidia", "geforce", "tesla", "quadro")
     words = name.lower().replace("-", " ").replace("_", " ").split()
-    return "".join(word for word in words if word not in ("nvidia", "geforce", "tesla", "quadro"))
+    return "".join(word for word in words if word not in vendors)

@@ -120,7 +120,8 @@ def _analyze(graph: StepGraph) -> Liveness:
     birth[is_resident] = 0
     death[is_resident | is_output] = n_ops - 1
     held = np.array([storage.held_until for storage in graph.storages], dtype=np.int64)
-    return Liveness(graph, birth, death, np.maximum(death, held), is_resident, is_output)
+    release = np.where(death >= 0, np.maximum(death, held), -1)
+    return Liveness(graph, birth, death, release, is_resident, is_output)
 
 
 def _uses_by_storage(graph: StepGraph) -> list[list[Op]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -153,11 +154,12 @@ def load_profile(path: Path) -> SavedProfile:
             )
         graph = graph_from_json(data["graph"])
         profile = profile_from_json(data["profile"])
-        profile.check(graph)
+        if profile.fingerprint != graph.fingerprint or len(profile.costs) != len(graph.ops):
+            raise ValueError("its profile is of another graph")
         return SavedProfile(graph, profile, data["about"])
     except FileNotFoundError:
         raise ProfileError(f"there is no file {path}") from None
-    except (OSError, EOFError, ValueError, KeyError, TypeError, IndexError) as error:
+    except (OSError, EOFError, ValueError, KeyError, TypeError, IndexError, zlib.error) as error:
         raise ProfileError(
             f"{path} is no saved profile, or is damaged ({error}): "
             "save it anew with rekindle profile MODEL --save FILE."
@@ -167,7 +169,9 @@ def load_profile(path: Path) -> SavedProfile:
 def _portable(filename: str) -> str:
     """A source file's name without the part that only this machine knows."""
     library = filename.rpartition("site-packages/")[2]
-    return library if library != filename else "/".join(Path(filename).parts[-2:])
+    parts = Path(filename).parts
+    own = "/".join(part for part in parts[-2:] if part != Path(filename).anchor)
+    return library if library != filename else own
 
 
 class _Table:

@@ -20,6 +20,8 @@ from torch.overrides import TorchFunctionMode
 from rekindle.fx.sandbox import replaced
 
 aten = torch.ops.aten
+_ATTENTION, _DROPOUT = F.scaled_dot_product_attention, F.dropout
+_CROSS_ENTROPY = F.cross_entropy
 _HALF = (torch.bfloat16, torch.float16)
 
 # What CUDA's autocast runs in float32 and the CPU's does not.
@@ -42,7 +44,10 @@ def as_on_gpu() -> Iterator[None]:
             if name.startswith("torch.optim.") and hasattr(module, "_default_to_fused_or_foreach"):
                 choose = replaced(module, "_default_to_fused_or_foreach", _multi_tensor)
                 stack.enter_context(choose)
+        # Twice: for callers that took the function from its module, and for torch's own modules.
         stack.enter_context(_GpuOperators())
+        stack.enter_context(replaced(F, "scaled_dot_product_attention", _attention))
+        stack.enter_context(replaced(F, "dropout", _dropout))
         yield
 
 
@@ -56,11 +61,11 @@ class _GpuOperators(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
+        if func is _ATTENTION:
             return _attention(*args, **kwargs)
-        if func is F.dropout and _drops_out_of_place(*args, **kwargs):
+        if func is _DROPOUT:
             return _dropout(*args, **kwargs)
-        if func is F.cross_entropy and torch.is_autocast_enabled("cpu"):
+        if func is _CROSS_ENTROPY and torch.is_autocast_enabled("cpu"):
             return _cross_entropy(*args, **kwargs)
         if func in _FLOAT32_FUNCTIONS and torch.is_autocast_enabled("cpu"):
             args = tuple(_to_float32(arg) for arg in args)
@@ -81,7 +86,7 @@ def _cross_entropy(
     """Under CUDA's autocast the log-softmax stays in half precision, and the loss casts it."""
     rest = (weight, size_average, ignore_index, reduce, reduction)
     if label_smoothing or logits.dtype not in _HALF or target.is_floating_point():
-        return F.cross_entropy(logits, target, *rest, label_smoothing)
+        return _CROSS_ENTROPY(logits, target, *rest, label_smoothing)
     with torch.autocast("cpu", enabled=False):
         scores = torch.log_softmax(logits, 1 if logits.dim() > 1 else 0)
     return F.nll_loss(scores.float(), target, *rest)
@@ -92,16 +97,12 @@ def _to_float32(arg: Any) -> Any:
     return arg.float() if is_half else arg
 
 
-def _drops_out_of_place(
-    x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> bool:
-    return training and p > 0 and not inplace
-
-
 def _dropout(
-    x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> torch.Tensor:
-    return aten.native_dropout(x, p, True)[0]
+    if training and p > 0 and not inplace:
+        return aten.native_dropout(input, p, True)[0]
+    return _DROPOUT(input, p, training, inplace)
 
 
 def _attention(
@@ -115,6 +116,8 @@ def _attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """Fused attention: flash in half precision without a mask, memory-efficient otherwise."""
+    if query.dim() != 4:  # nor is it fused on a GPU
+        return _ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = (t.to(dtype) for t in (query, key, value))

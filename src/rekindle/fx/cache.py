@@ -36,18 +36,20 @@ def path_for(graph: StepGraph, device: str, versions: Mapping[str, str]) -> Path
 def load(graph: StepGraph, device: str, versions: Mapping[str, str]) -> Profile | None:
     """A kept profile, unless there is none or it does not fit."""
     path = path_for(graph, device, versions)
-    if not path.exists():
-        return None
     try:
+        if not path.exists():
+            return None
         profile = load_profile(path).profile
-        profile.check(graph)
-    except ProfileError as error:
+    except (ProfileError, OSError) as error:
         log.warning("ignoring a kept profile: %s", error)
         return None
-    if profile.device != device or dict(profile.versions) != dict(versions):
+    if profile.fingerprint != graph.fingerprint:
+        log.warning("ignoring %s: it is of another graph", path)
+    elif profile.device != device or dict(profile.versions) != dict(versions):
         log.warning("ignoring %s: it is of another device or version", path)
-        return None
-    return profile
+    else:
+        return profile
+    return None
 
 
 def save(graph: StepGraph, profile: Profile) -> None:

@@ -133,6 +133,7 @@ class _Capture:
             )
         finally:
             self.sandbox.restore()
+            self.batch = tree.Flat([], self.batch.structure)  # hold no memory of the user's
         recording.drop_dead_calls()
         return recording
 

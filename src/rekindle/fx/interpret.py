@@ -31,7 +31,7 @@ def inputs(recording: Recording, batch: list[torch.Tensor]) -> dict[fx.Node, tor
         slot = slots.get((entry.kind, entry.name))
         if slot is not None:
             made[entry.node] = slot.get()
-        elif type(entry.tensor) in (torch.Tensor, torch.nn.Parameter):
+        elif _is_real(entry.tensor):
             made[entry.node] = entry.tensor
         else:
             made[entry.node] = make_up(recording, entry.node)
@@ -51,21 +51,34 @@ def make_up(recording: Recording, node: fx.Node) -> torch.Tensor:
 
 
 @contextmanager
-def preserved(recording: Recording) -> Iterator[None]:
+def preserved(recording: Recording, batch: list[torch.Tensor] | None = None) -> Iterator[None]:
     """Put every real tensor and generator back as it was, from copies in host memory."""
-    real = [e.tensor for e in recording.tape.entries if e.kind is not Kind.BATCH]
-    tensors = [slot.get() for slot in recording.around.slots]
-    tensors += [t for t in real if type(t) in (torch.Tensor, torch.nn.Parameter)]
-    unique = list({id(t): t for t in tensors}.values())
-    copies = [t.detach().to("cpu", copy=True) for t in unique]
+    tensors = [entry.tensor for entry in recording.tape.entries if _is_real(entry.tensor)]
+    tensors += [slot.get() for slot in recording.around.slots] + (batch or [])
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
+    copies = [(storage, storage.cpu().clone()) for storage in storages.values()]
+    generators = {id(g): g for call in recording.tape.calls for g in _generators(call.node)}
+    own_states = [(generator, generator.get_state()) for generator in generators.values()]
     states = sandbox.random_states()
     try:
         yield
     finally:
-        with torch.no_grad():
-            for tensor, copy in zip(unique, copies, strict=True):
-                tensor.copy_(copy)
+        for storage, copy in copies:
+            storage.copy_(copy)
+        for generator, state in own_states:
+            generator.set_state(state)
         sandbox.set_random_states(states)
+
+
+def _is_real(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter)
+
+
+def _generators(node: fx.Node) -> Iterator[torch.Generator]:
+    """The generators of the user's own that a call draws from."""
+    for arg in (*node.args, *node.kwargs.values()):
+        if isinstance(arg, torch.Generator):
+            yield arg
 
 
 def run(recording: Recording, env: dict[fx.Node, Any], around: Around) -> None:

@@ -57,7 +57,12 @@ class _Lift:
             outputs={self.values[value].storage for value in outputs},
         )
         serials = [call.serial for call in self.tape.calls]
-        held = {s: bisect_right(serials, last) - 1 for s, last in self.tape.held_until.items()}
+        touched = {value.storage for value in self.values}  # not those of calls that were dropped
+        held = {
+            storage: bisect_right(serials, last) - 1
+            for storage, last in self.tape.held_until.items()
+            if storage in touched
+        }
         storages = tuple(
             Storage(index, meta.nbytes, role, str(meta.device), held.get(index, -1))
             for index, (meta, role) in enumerate(zip(self.tape.storages, roles, strict=True))

@@ -102,13 +102,12 @@ class _Session:
     def in_order(self, batch: list[torch.Tensor] | None, device: str) -> Profile:
         """Run the whole step, op after op."""
         recording, n_ops = self.recording, len(self.graph.ops)
-        if batch is None:
-            batch = [interpret.make_up(recording, node) for node in recording.batch_nodes]
+        with interpret.preserved(recording, batch):
+            tensors = batch or [interpret.make_up(recording, n) for n in recording.batch_nodes]
 
-        def run(around: Around) -> None:
-            interpret.run(recording, interpret.inputs(recording, batch), around)
+            def run(around: Around) -> None:
+                interpret.run(recording, interpret.inputs(recording, tensors), around)
 
-        with interpret.preserved(recording):
             self.progress("warming up")
             run(plainly)
             self.progress("measuring memory")
