@@ -25,6 +25,7 @@ from rekindle.core.serial import (
     profile_to_json,
     save_profile,
 )
+from rekindle.core.simulate import simulate
 from rekindle.errors import ProfileError
 
 
@@ -222,3 +223,22 @@ def test_any_byte_may_be_wrong(saved: Path) -> None:
         else:
             assert found == profile
     assert n_refused > 0.9 * len(whole)
+
+
+MEASURED = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.mark.parametrize(
+    "path", sorted((MEASURED / "profiles").glob("*.json.gz")), ids=lambda p: p.name
+)
+def test_the_committed_profiles_forecast_what_was_measured(path: Path) -> None:
+    """Measured on an H200: the simulated peak is the one that the plain step had there."""
+    graph, profile, about = load_profile(path)
+    cases = json.loads((MEASURED / "results" / "profiles_h200.json").read_text())["cases"]
+    keys = ("model", "batch", "precision")
+    case = next(c for c in cases if all(c[key] == about[key] for key in keys))
+    trace = simulate(graph, profile)
+    assert trace.peak_bytes == pytest.approx(case["plain"]["peak_bytes"], rel=0.01)
+    assert profile.step_us == pytest.approx(case["graph_step_us"], rel=0.05)
+    assert "H200" in profile.device
+    assert all(cost.is_measured for cost in profile.costs)

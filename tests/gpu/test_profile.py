@@ -70,7 +70,8 @@ def test_a_step_that_does_not_fit_is_profiled_all_the_same() -> None:
     gc.collect()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(0.6 * peak / total)
+    # not tighter: with less room, cuDNN itself takes slower kernels that need less workspace
+    torch.cuda.set_per_process_memory_fraction(0.9 * peak / total)
     try:
         with pytest.raises(torch.OutOfMemoryError):
             work.train_step(work.model, work.optimizer, work.batch)
