@@ -21,10 +21,11 @@ from rekindle.errors import CaptureError
 from rekindle.fx import as_gpu, libraries, patches, tree, where
 from rekindle.fx.checks import Checks, settings
 from rekindle.fx.effects import find_effects, note_attributes
-from rekindle.fx.record import Kind, OptimizerCall, Recorder, run_optimizer
+from rekindle.fx.record import Recorder
 from rekindle.fx.recording import GradUse, Recording
 from rekindle.fx.sandbox import Sandbox, replaced
 from rekindle.fx.state import Surroundings
+from rekindle.fx.tape import Kind, OptimizerCall, run_optimizer
 
 log = logging.getLogger("rekindle")
 

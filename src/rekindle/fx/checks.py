@@ -10,9 +10,9 @@ from torch import fx, nn
 
 from rekindle.errors import CaptureError
 from rekindle.fx import tree
-from rekindle.fx.record import Tape
 from rekindle.fx.sandbox import Sandbox
 from rekindle.fx.state import Slot
+from rekindle.fx.tape import Tape
 from rekindle.fx.where import Line
 
 

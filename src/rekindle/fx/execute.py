@@ -15,8 +15,8 @@ import torch
 from torch import fx
 
 from rekindle.fx.codegen import Code
-from rekindle.fx.record import Kind
 from rekindle.fx.recording import Recording
+from rekindle.fx.tape import Kind
 
 # The user's optimizer runs with autograd and autocast as they were when the step was called.
 _included_keys = torch._C._dispatch_tls_local_include_set

@@ -14,8 +14,8 @@ import torch
 from torch import fx
 
 from rekindle.fx import sandbox
-from rekindle.fx.record import Kind
 from rekindle.fx.recording import Recording
+from rekindle.fx.tape import Kind
 
 # (an op's index, the operator, its arguments) -> its result
 Around = Callable[[int, Any, tuple[Any, ...], dict[str, Any]], Any]

@@ -9,8 +9,8 @@ from torch import fx
 
 from rekindle.core.ir import Op, Phase, Role, StepGraph, Storage, Value
 from rekindle.core.roles import assign_roles
-from rekindle.fx.record import Call, Kind, OptimizerCall, run_optimizer
 from rekindle.fx.recording import Recording
+from rekindle.fx.tape import Call, Kind, OptimizerCall, run_optimizer
 
 _ROLE = {
     Kind.PARAM: Role.PARAM,

@@ -8,8 +8,8 @@ from torch import fx
 
 from rekindle.fx import tree
 from rekindle.fx.effects import Effect
-from rekindle.fx.record import Tape
 from rekindle.fx.state import Surroundings
+from rekindle.fx.tape import Tape
 
 
 @dataclass(frozen=True)

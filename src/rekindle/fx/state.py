@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rekindle.fx.record import Kind
+from rekindle.fx.tape import Kind
 
 
 @dataclass(frozen=True, slots=True)
