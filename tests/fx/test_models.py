@@ -128,6 +128,23 @@ class RunningAverage(nn.Module):
         return self.linear(x - self.average)
 
 
+class ReshapesInPlace(nn.Module):
+    """Changes shapes in place, also of a tensor that is another one, detached."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * 1.0
+        other = x.detach()
+        other.unsqueeze_(0).transpose_(0, 1)
+        y = x.relu()
+        y.unsqueeze_(1)
+        y = y.squeeze(1) + other.squeeze_(1).t_().t()
+        return self.linear(y + x.view(-1).view_as(x))
+
+
 IMAGE, VECTOR, SEQUENCE = (4, 4, 8, 8), (6, 6), (4, 7, 5)
 MODELS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "dropout": (lambda: nn.Sequential(nn.Linear(6, 9), nn.Dropout(0.4), nn.Linear(9, 3)), VECTOR),
@@ -194,6 +211,7 @@ MODELS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "torch-checkpoint": (lambda: Checkpointed(use_reentrant=False), VECTOR),
     "torch-checkpoint-reentrant": (lambda: Checkpointed(use_reentrant=True), VECTOR),
     "replaced-buffer": (RunningAverage, VECTOR),
+    "reshaped-in-place": (ReshapesInPlace, VECTOR),
     "weight-norm": (
         lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(6, 3))),
         VECTOR,

@@ -101,6 +101,24 @@ def is_in_place(op: OpOverload) -> bool:
 
 
 @cache
+def out_of_place(op: OpOverload) -> OpOverload | None:
+    """The operator that does the same as an in-place one, but to a new tensor or view.
+
+    >>> out_of_place(torch.ops.aten.unsqueeze_.default)
+    <OpOverload(op='aten.unsqueeze', overload='default')>
+    """
+    name = op._schema.name.partition("::")[2]
+    packet = getattr(torch.ops.aten, name.removesuffix("_"), None)
+    if packet is None or not name.endswith("_"):
+        return None
+    types = [str(argument.type) for argument in op._schema.arguments]
+    for overload in (getattr(packet, each) for each in packet.overloads()):
+        if [str(argument.type) for argument in overload._schema.arguments] == types:
+            return overload
+    return None
+
+
+@cache
 def is_composite(op: OpOverload) -> bool:
     """Whether the operator is written in terms of others, which are what should be recorded.
 

@@ -107,10 +107,13 @@ class Recorder(TorchDispatchMode):
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
+        before = _form(args[0]) if ops.is_in_place(func) and args else None
         result = fakes.run(func, args, kwargs)
         if ops.is_same_tensor(func):
             self._hold(self.node_of(args[0]), result)
             self.known.copy(args[0], result)
+        elif ops.is_in_place(func) and _form(args[0]) != before:
+            self._reshape_in_place(func, args, kwargs)
         elif ops.is_in_place(func):
             self._record(func, args, kwargs, None)  # the result is the argument, and known
         elif (twin := self._same_view(result)) is not None:
@@ -133,8 +136,23 @@ class Recorder(TorchDispatchMode):
         return self._views.get(self._view_key(result))
 
     def _view_key(self, tensor: torch.Tensor) -> Hashable:
-        form = (tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype)
-        return self.storage_index(tensor), form, tensor.is_conj(), tensor.is_neg()
+        flags = (tensor.dtype, tensor.is_conj(), tensor.is_neg())
+        return self.storage_index(tensor), _form(tensor), flags
+
+    def _reshape_in_place(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> None:
+        """`x.unsqueeze_(0)` and its like: recorded as a view that takes the tensor's place.
+
+        Other tensors may stand for the same node (`detach` makes one), and keep their shape.
+        """
+        tensor, node = args[0], self.node_of(args[0])
+        view = ops.out_of_place(func)
+        if view is None or any(tensor is twin for twin in self._twin_of_real.values()):
+            self.refuse(
+                f"changes a tensor's shape in place ({func._schema.name})",
+                "Write it out of place: x = x.unsqueeze(0), not x.unsqueeze_(0).",
+            )
+        tensor._rekindle_node = None
+        self._append(view, (node, *args[1:]), kwargs, tensor)
 
     def _constant(self, tensor: torch.Tensor) -> torch.Tensor:
         """`torch.tensor(...)` in the step: every step gets a fresh copy of the constant."""
@@ -333,3 +351,10 @@ class Recorder(TorchDispatchMode):
         """Stop with an error at the user's current line."""
         line = where.user_line(where.current_lines(), self._step_line)
         raise CaptureError(problem, filename=line.filename, lineno=line.lineno, advice=advice)
+
+
+def _form(arg: Any) -> Hashable:
+    """How a tensor looks at its memory; None for a list of tensors, which keep their forms."""
+    if not isinstance(arg, torch.Tensor):
+        return None
+    return tuple(arg.shape), arg.stride(), arg.storage_offset()
