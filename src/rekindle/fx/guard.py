@@ -9,7 +9,7 @@ lists are compared as wholes, which for unchanged objects goes by identity.
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -35,7 +35,9 @@ class Guard:
 
     def __init__(self, recording: Recording) -> None:
         around = recording.around
+        self.reason = ""
         self._places = [(slot.container, slot.key) for slot in around.slots]
+        self._names = [slot.name for slot in around.slots]
         self._ties = [(slot.container, slot.key) for slot, _ in around.ties]
         self._tied_to = [index for _, index in around.ties]
         self._optimizer = around.optimizer
@@ -49,29 +51,37 @@ class Guard:
             (effect.container, effect.key, _form(effect.before)) for effect in recording.effects
         ]
         changing = {(id(effect.container), effect.key) for effect in recording.effects}
-        modules = [*around.modules.values(), *around.outside_modules]
+        modules = [*around.modules.items()]
+        modules += [(type(module).__name__, module) for module in around.outside_modules]
         self._modules = _ModuleForms(modules, changing)
 
     def fetch(self) -> list[torch.Tensor] | None:
-        """The tensor in each slot, or None if something has changed its form."""
+        """The tensor in each slot, or None if something has changed; `reason` then says what."""
         try:
             tensors = [container[key] for container, key in self._places]
             tied = [container[key] for container, key in self._ties]
         except (KeyError, IndexError):
-            return None
+            return self._refuse("a tensor is gone")
         if not all(map(operator.is_, tied, map(tensors.__getitem__, self._tied_to))):
-            return None
+            return self._refuse("other tensors are tied or grouped together")
         if [len(group["params"]) for group in self._optimizer.param_groups] != self._group_sizes:
-            return None
+            return self._refuse("the optimizer has other parameters")
         if not self._are_the_last(tensors) and not self._have_the_form(tensors):
             return None
         if _tensor_hooks(tensors) != self._tensor_hooks:
-            return None
+            return self._refuse("a tensor has other hooks")
         if any((tensors[index].grad is not None) != there for index, there in self._grads):
-            return None
-        if any(_form(container.get(key)) != form for container, key, form in self._effects):
-            return None
-        return tensors if self._modules.are_unchanged() else None
+            return self._refuse("gradients from before the step have come or gone")
+        for container, key, form in self._effects:
+            if _form(container.get(key)) != form:
+                return self._refuse(f"{key} has another form")
+        if not self._modules.are_unchanged():
+            return self._refuse(self._modules.first_change())
+        return tensors
+
+    def _refuse(self, reason: str) -> list[torch.Tensor] | None:
+        self.reason = reason
+        return None
 
     def _are_the_last(self, tensors: list[Any]) -> bool:
         """Whether these are the very tensors of the last step, with their memory where it was."""
@@ -82,8 +92,9 @@ class Guard:
         )
 
     def _have_the_form(self, tensors: list[Any]) -> bool:
-        for tensor, expected in zip(tensors, self._signatures, strict=True):
+        for tensor, expected, name in zip(tensors, self._signatures, self._names, strict=True):
             if not isinstance(tensor, torch.Tensor) or signature(tensor) != expected:
+                self._refuse(f"{name} has another form")
                 return False
         self._remember(tensors)
         return True
@@ -97,15 +108,18 @@ class Guard:
 class _ModuleForms:
     """What modules are set to: attributes, parts, hooks. Tensors are the slots' business."""
 
-    def __init__(self, modules: Iterable[nn.Module], changing: set[tuple[int, str]]) -> None:
+    def __init__(
+        self, modules: list[tuple[str, nn.Module]], changing: set[tuple[int, str]]
+    ) -> None:
+        self._named = modules
+        self._all_before = [self._constants(module.__dict__, changing) for _, module in modules]
         self._changing = changing
         self._plain: list[dict[str, Any]] = []
         self._plain_before: list[dict[str, Any]] = []
         self._mixed: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._contents: list[dict[Any, Any]] = []
-        for module in modules:
+        for (_, module), constants in zip(modules, self._all_before, strict=True):
             attributes = module.__dict__
-            constants = self._constants(attributes)
             if len(constants) == len(attributes):
                 self._plain.append(attributes)
                 self._plain_before.append(constants)
@@ -121,12 +135,13 @@ class _ModuleForms:
             if not any(isinstance(value, torch.Tensor) for value in before.values())
         ]
 
-    def _constants(self, attributes: dict[str, Any]) -> dict[str, Any]:
+    @staticmethod
+    def _constants(attributes: dict[str, Any], changing: set[tuple[int, str]]) -> dict[str, Any]:
         owner = id(attributes)
         return {
             key: value
             for key, value in attributes.items()
-            if not isinstance(value, torch.Tensor) and (owner, key) not in self._changing
+            if not isinstance(value, torch.Tensor) and (owner, key) not in changing
         }
 
     def are_unchanged(self) -> bool:
@@ -136,10 +151,22 @@ class _ModuleForms:
                 all(map(operator.eq, self._plain, self._plain_before))
                 and list(map(len, self._contents)) == self._sizes
                 and all(content == before for content, before in self._parts)
-                and all(self._constants(now) == before for now, before in self._mixed)
+                and all(
+                    self._constants(now, self._changing) == before for now, before in self._mixed
+                )
             )
         except (RuntimeError, ValueError):  # something that cannot be compared has been replaced
             return False
+
+    def first_change(self) -> str:
+        """What has changed, in words."""
+        for (path, module), before in zip(self._named, self._all_before, strict=True):
+            now = self._constants(module.__dict__, self._changing)
+            for key in now.keys() | before.keys():
+                if now.get(key) is not before.get(key):
+                    name = f"{path}.{key}" if path else key
+                    return f"{name} has changed from {before.get(key)!r} to {now.get(key)!r}"
+        return "modules have other parts or hooks"
 
 
 _requires_grad = operator.attrgetter("requires_grad")

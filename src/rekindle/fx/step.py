@@ -129,11 +129,14 @@ class CapturedStep:
         )
 
     def _capture(self, batch: Any, key: Hashable) -> Variant:
+        others = self._variants.get(key)
         recording = record(
             self._train_step, self._model, self._optimizer, batch, as_on_gpu=self.is_forecast
         )
         variant = Variant(recording)
-        if self._variants:
+        if others:
+            log.info("captured the step anew: %s", others[-1].guard.reason)
+        elif self._variants:
             shapes = ", ".join(str(tuple(t.shape)) for t in tree.flatten(batch).tensors)
             log.info("captured the step anew, for a batch of shape %s", shapes)
         self._variants.setdefault(key, []).append(variant)
