@@ -42,15 +42,12 @@ def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal in type, dtype and every bit; NaNs equal themselves."""
+    """Equal in type, dtype and every bit: 0.0 is not -0.0, and NaN is itself."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return (
-            a.dtype == b.dtype
-            and a.shape == b.shape
-            and a.device == b.device
-            and torch.equal(torch.nan_to_num(a.detach()), torch.nan_to_num(b.detach()))
-            and torch.equal(torch.isnan(a), torch.isnan(b))
-        )
+        if (a.dtype, a.shape, a.device) != (b.dtype, b.shape, b.device):
+            return False
+        a_bytes, b_bytes = (t.detach().contiguous().flatten().view(torch.uint8) for t in (a, b))
+        return torch.equal(a_bytes, b_bytes)
     return type(a) is type(b) and a == b
 
 

@@ -30,7 +30,7 @@ SIGNATURES = {
     "capture": f"({_STEP}, *, as_on_gpu: bool = False) -> CapturedStep",
     "optimize": f"({_STEP}) -> TrainStep",
     "profile": (
-        "(captured: CapturedStep, *, device: str | None = None, cache: bool = True, "
+        "(captured: CapturedStep | TrainStep, *, device: str | None = None, cache: bool = True, "
         "runs: int = 3, progress: Callable[[str], None] | None = None) -> Profile"
     ),
     "simulate": "(graph: StepGraph, profile: Profile) -> Trace",

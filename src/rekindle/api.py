@@ -76,7 +76,7 @@ def optimize(
 
 
 def profile(
-    captured: CapturedStep,
+    captured: CapturedStep | TrainStep,
     *,
     device: str | None = None,
     cache: bool = True,
@@ -99,6 +99,10 @@ def profile(
     >>> profile(captured, device="H200").device
     'H200'
     """
+    if isinstance(captured, TrainStep):
+        captured = captured.captured
+    if runs < 1:
+        raise ProfileError(f"runs must be at least 1, and is {runs}")
     graph = captured.graph
     if device is not None:
         return _forecast(captured, find_device(device))
@@ -108,7 +112,7 @@ def profile(
             'device="H200", or capture it without as_on_gpu=True.'
         )
     name, versions = measure.device_name(captured.device), measure.versions()
-    kept = profile_cache.load(graph, name, versions) if cache else None
+    kept = profile_cache.load(graph, name, versions) if cache and runs <= 3 else None
     if kept is not None:
         return kept
     measured = measure.measure_profile(

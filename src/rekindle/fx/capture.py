@@ -220,6 +220,12 @@ class _Capture:
                 "Give the operator a fake implementation: torch.library.register_fake(...).",
             )
         except RuntimeError as error:
+            if "fake impl" in str(error):
+                self._refuse_at(
+                    error,
+                    "uses an operator that does not run on fake tensors",
+                    "Give the operator a fake implementation: torch.library.register_fake(...).",
+                )
             if "data pointer" not in str(error) and ".numpy()" not in str(error):
                 raise
             self._refuse_at(

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import fx, nn
+from torch.nn.parameter import UninitializedParameter
 
 from rekindle.errors import CaptureError
 from rekindle.fx import tree
@@ -37,8 +38,13 @@ class Checks:
             )
 
     def modules(self, modules: dict[str, nn.Module]) -> None:
-        """No module keeps random state where it cannot be seen."""
+        """Modules are ready, and none keeps random state where it cannot be seen."""
         for path, module in modules.items():
+            if any(isinstance(p, UninitializedParameter) for p in module._parameters.values()):
+                self._refuse(
+                    f"{path or type(module).__name__} has parameters that are not initialised yet",
+                    "Run the model on a batch once before: lazy modules take their shapes from it.",
+                )
             if isinstance(module, nn.RNNBase) and _draws_inside_cudnn(module):
                 self._refuse(
                     f"{path or type(module).__name__} has dropout between its layers, for which "

@@ -94,7 +94,8 @@ class Code:
         if isinstance(value, torch._ops.OpOverload):
             stem, end, value = re.sub(r"\W", "_", str(value)), "", value._op
         else:
-            stem, end = re.sub(r"\W", "_", getattr(value, "__name__", str(value))), "__"
+            label = re.sub(r"\W", "_", getattr(value, "__name__", str(value)))
+            stem, end = (label if label.isidentifier() else f"constant_{label}"), "__"
         for serial in itertools.count():
             name = f"{stem}_{serial}{end}" if serial else f"{stem}{end}"
             if name.isidentifier() and self.scope.setdefault(name, value) is value:

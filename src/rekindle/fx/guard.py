@@ -8,6 +8,7 @@ lists are compared as wholes, which for unchanged objects goes by identity.
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Hashable
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rekindle.fx import tree
 from rekindle.fx.recording import Recording
 
 _HOOKS = (
@@ -139,7 +141,9 @@ class _ModuleForms:
     def _constants(attributes: dict[str, Any], changing: set[tuple[int, str]]) -> dict[str, Any]:
         owner = id(attributes)
         return {
-            key: value
+            key: copy.copy(value)
+            if type(value) in (list, dict, set) and not key.startswith("_")
+            else value
             for key, value in attributes.items()
             if not isinstance(value, torch.Tensor) and (owner, key) not in changing
         }
@@ -163,7 +167,7 @@ class _ModuleForms:
         for (path, module), before in zip(self._named, self._all_before, strict=True):
             now = self._constants(module.__dict__, self._changing)
             for key in now.keys() | before.keys():
-                if now.get(key) is not before.get(key):
+                if now.get(key) is not before.get(key) and now.get(key) != before.get(key):
                     name = f"{path}.{key}" if path else key
                     return f"{name} has changed from {before.get(key)!r} to {now.get(key)!r}"
         return "modules have other parts or hooks"
@@ -187,7 +191,7 @@ def _tensor_hooks(tensors: list[torch.Tensor]) -> list[Any]:
 
 
 def _form(value: Any) -> Hashable:
-    """A module's attribute: a tensor's signature, or a constant itself."""
-    if isinstance(value, torch.Tensor):
-        return signature(value)
-    return value if isinstance(value, (bool, int, float, str)) else None
+    """A module's attribute without its values: tensors as signatures, in whatever holds them."""
+    flat = tree.flatten(value)
+    leaves = tuple(leaf for leaf in flat.structure.leaves if isinstance(leaf, (int, float, str)))
+    return str(flat.structure.spec), leaves, tuple(map(signature, flat.tensors))

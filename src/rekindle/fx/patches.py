@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as module_hooks
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -34,6 +35,7 @@ def watched(
     with ExitStack() as stack:
         stack.enter_context(_module_paths(recorder, modules, on_unknown))
         stack.enter_context(_schedulers_refused(recorder))
+        stack.enter_context(_other_optimizers_refused(recorder))
         stack.enter_context(_random_state_recorded(recorder))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(torch.enable_grad())
@@ -56,6 +58,11 @@ class _MemoryReadsRefused(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func == _SET_DATA:
+            self._recorder.refuse(
+                "assigns to .data of a tensor",
+                "Change the tensor in place: with torch.no_grad(): p.copy_(new), or p.clamp_(...).",
+            )
         if func in _MEMORY_READS:
             self._recorder.refuse(
                 f"reads {_MEMORY_READS[func]} during the step",
@@ -65,6 +72,7 @@ class _MemoryReadsRefused(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _MEMORY_READS = {
     torch.Tensor.tolist: "a tensor's memory (.tolist())",
     torch.Tensor.numpy: "a tensor's memory (.numpy())",
@@ -98,6 +106,24 @@ def _module_paths(
     finally:
         for hook in hooks:
             hook.remove()
+
+
+@contextmanager
+def _other_optimizers_refused(recorder: Recorder) -> Iterator[None]:
+    """The optimizer that was handed over runs without hooks here, so these are of another one."""
+
+    def refuse(*args: Any) -> None:
+        recorder.refuse(
+            "steps a second optimizer",
+            "Rekindle takes one optimizer: give it all parameters, in several groups if need be, "
+            "or capture one step for each optimizer.",
+        )
+
+    handle = register_optimizer_step_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 @contextmanager

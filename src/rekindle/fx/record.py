@@ -85,6 +85,12 @@ class Recorder(TorchDispatchMode):
     def _twin(self, tensor: torch.Tensor) -> torch.Tensor:
         """The fake tensor that takes a real one's place."""
         if isinstance(tensor, FakeTensor):
+            if tensor.fake_mode is not self._fake_mode:
+                self.refuse(
+                    "uses a tensor that an earlier capture made and the step kept",
+                    "Return what should outlive the step (a running loss, say) and keep it "
+                    "outside: only modules' attributes are followed.",
+                )
             return tensor
         self.node_of(tensor)
         return self._twin_of_real[id(tensor)]

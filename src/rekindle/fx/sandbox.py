@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 Undo = Callable[[], None]
 
@@ -49,8 +50,12 @@ def _remember(obj: Any) -> Undo:
 def _remember_tensor(tensor: torch.Tensor) -> Undo:
     grad, version, requires_grad = tensor.grad, tensor._version, tensor.requires_grad
     is_leaf = tensor.is_leaf
+    with _disable_current_modes():  # tensors may be met while the step runs
+        device, pointer, data = tensor.device, tensor.data_ptr(), tensor.data
 
     def undo() -> None:
+        if tensor.device != device or tensor.data_ptr() != pointer:
+            tensor.data = data
         if is_leaf and not tensor.is_leaf:
             tensor.detach_()
         if is_leaf and tensor.requires_grad != requires_grad:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rekindle.fx import tree
 from rekindle.fx.tape import Kind
 
 
@@ -76,6 +77,10 @@ class Surroundings:
                 for key, value in store.items():
                     if isinstance(value, torch.Tensor):
                         yield Slot(kind, prefix + key, store, key)
+                    elif isinstance(value, (tuple, list, dict)) and not key.startswith("_"):
+                        for number in range(len(tree.flatten(value).tensors)):
+                            inside = _Inside(store, key)
+                            yield Slot(Kind.ATTRIBUTE, f"{prefix}{key}.{number}", inside, number)
         groups = _GroupParams(self.optimizer)
         for index, group in enumerate(self.optimizer.param_groups):
             for position in range(len(group["params"])):
@@ -113,6 +118,17 @@ class Surroundings:
             for key, value in items:
                 if isinstance(value, torch.Tensor):
                     yield f"{prefix}.{key}", value
+
+
+class _Inside:
+    """The tensors inside a tuple, list or dict that a module holds, whichever it holds now."""
+
+    def __init__(self, store: dict[str, Any], key: str) -> None:
+        self._store = store
+        self._key = key
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        return tree.flatten(self._store[self._key]).tensors[number]
 
 
 class _GroupParams:

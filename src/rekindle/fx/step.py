@@ -14,8 +14,9 @@ from torch import nn
 
 from rekindle.core.ir import StepGraph
 from rekindle.errors import RekindleError
-from rekindle.fx import tree
+from rekindle.fx import tree, where
 from rekindle.fx.capture import record
+from rekindle.fx.checks import Checks
 from rekindle.fx.execute import Program
 from rekindle.fx.guard import Guard, signature
 from rekindle.fx.lift import lift
@@ -53,6 +54,7 @@ class CapturedStep:
         *,
         as_on_gpu: bool = False,
     ) -> None:
+        _check_types(train_step, model, optimizer)
         self._train_step = train_step
         self._model = model
         self._optimizer = optimizer
@@ -60,6 +62,7 @@ class CapturedStep:
         self._variants: OrderedDict[Hashable, list[Variant]] = OrderedDict()
         self._lock = threading.Lock()
         flat = tree.flatten(batch)
+        Checks(where.definition(train_step)).batch(flat.structure)
         self._first = self._capture(batch, self._key(flat))
         self._first_batch = [weakref.ref(tensor) for tensor in flat.tensors]
 
@@ -109,10 +112,14 @@ class CapturedStep:
             for variant in self._variants.get(key, ()):
                 state = variant.guard.fetch()
                 if state is not None:
+                    self._variants.move_to_end(key)
                     return variant.program(flat.tensors, state)
             variant = self._capture(batch, key)
             state = variant.guard.fetch()
-            assert state is not None, "a fresh capture fits"
+            if state is None:
+                raise RekindleError(
+                    f"the step cannot be told from a changed one: {variant.guard.reason}"
+                )
             return variant.program(flat.tensors, state)
         finally:
             self._lock.release()
@@ -151,6 +158,20 @@ class CapturedStep:
                 del self._variants[key]
 
 
+def _check_types(train_step: Any, model: Any, optimizer: Any) -> None:
+    for name, value, kind in (
+        ("model", model, nn.Module),
+        ("optimizer", optimizer, torch.optim.Optimizer),
+    ):
+        if not isinstance(value, kind):
+            raise TypeError(
+                f"{name} must be a torch {kind.__name__}, and is a {type(value).__name__}: "
+                "the order is (train_step, model, optimizer, batch)"
+            )
+    if not callable(train_step):
+        raise TypeError("train_step must be a function of (model, optimizer, batch)")
+
+
 class TrainStep:
     """A training step to train with: ``loss = step(batch)``."""
 
@@ -160,6 +181,11 @@ class TrainStep:
     def __call__(self, batch: Any) -> Any:
         """Train on one batch; returns what the user's function returns."""
         return self._captured(batch)
+
+    @property
+    def captured(self) -> CapturedStep:
+        """The captured step that runs."""
+        return self._captured
 
     @property
     def graph(self) -> StepGraph:
