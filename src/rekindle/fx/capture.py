@@ -45,11 +45,14 @@ def record(
     With `as_on_gpu`, a step on the CPU takes the operators a GPU would run: for forecasts only.
     """
     tricks = {"stand_ins": True, "nothing_is_fake": True, "as_on_gpu": as_on_gpu}
+    others: list[nn.Module] = []
     while True:
         try:
-            return _Capture(train_step, model, optimizer, batch, **tricks).run()
+            return _Capture(train_step, model, optimizer, batch, others, **tricks).run()
         except _TryAgain as again:
             tricks[again.trick] = False
+        except _MetModule as met:
+            others.append(met.module)
 
 
 class _TryAgain(BaseException):
@@ -59,6 +62,13 @@ class _TryAgain(BaseException):
         self.trick = trick
 
 
+class _MetModule(BaseException):
+    """The step calls a module from outside the model, whose tensors are to be known beforehand."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+
 class _Capture:
     def __init__(
         self,
@@ -66,6 +76,7 @@ class _Capture:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         batch: Any,
+        others: list[nn.Module],
         *,
         stand_ins: bool,
         nothing_is_fake: bool,
@@ -77,7 +88,8 @@ class _Capture:
         self.batch = tree.flatten(batch)
         self.step_line = where.definition(train_step)
         self.checks = Checks(self.step_line)
-        self.around = Surroundings(train_step, model, optimizer)
+        self.around = Surroundings(model, optimizer, others)
+        self.attributes = note_attributes(self.around.modules)
         self.params = self.around.params()
         self.fake_mode = FakeTensorMode()
         self.recorder = Recorder(self.fake_mode, self.step_line, self._name_unknown)
@@ -100,7 +112,6 @@ class _Capture:
         self.checks.devices(self.params.values())
         self.checks.modules(self.around.modules)
         self.checks.batch(self.batch.structure)
-        attributes = note_attributes(self.around.modules)
         old_grads = [param.grad for param in self.params.values()]
         old_settings = settings(self.optimizer)
         requires_grad = [slot.get().requires_grad for slot in self.around.slots]
@@ -130,7 +141,7 @@ class _Capture:
                 result=flat.structure,
                 result_nodes=[self.recorder.node_of(tensor) for tensor in flat.tensors],
                 grads=self._grad_uses(old_grads),
-                effects=find_effects(self.around.modules, attributes, self.recorder.node_of),
+                effects=find_effects(self.around.modules, self.attributes, self.recorder.node_of),
             )
         finally:
             self.sandbox.restore()
@@ -291,8 +302,13 @@ class _Capture:
 
     def _meet_module(self, module: nn.Module) -> None:
         """A module from outside the model that the step calls: its mode and settings matter."""
-        self.sandbox.add_module(module)
-        self.around.outside_modules.append(module)
+        parts = [*module.modules()]
+        if any(Surroundings.has_tensors(part) for part in parts):
+            raise _MetModule(module)
+        for part in parts:
+            self.sandbox.add_module(part)
+        names = self.around.add_module(module)
+        self.attributes.update(note_attributes({n: self.around.modules[n] for n in names}))
 
     # What the recorder asks
 

@@ -53,9 +53,7 @@ class Guard:
             (effect.container, effect.key, _form(effect.before)) for effect in recording.effects
         ]
         changing = {(id(effect.container), effect.key) for effect in recording.effects}
-        modules = [*around.modules.items()]
-        modules += [(type(module).__name__, module) for module in around.outside_modules]
-        self._modules = _ModuleForms(modules, changing)
+        self._modules = _ModuleForms([*around.modules.items()], changing)
 
     def fetch(self) -> list[torch.Tensor] | None:
         """The tensor in each slot, or None if something has changed; `reason` then says what."""

@@ -87,11 +87,18 @@ def _module_paths(
 ) -> Iterator[None]:
     paths = {id(module): path for path, module in modules.items()}
     stack = recorder.module_path
+    made_here: set[int] = set()  # a module that the step makes for itself is new every time
+    init = nn.Module.__init__
+
+    def note_and_init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        made_here.add(id(module))
+        init(module, *args, **kwargs)
 
     def enter(module: nn.Module, args: Any) -> None:
         if id(module) not in paths:
             paths[id(module)] = type(module).__name__
-            on_unknown(module)
+            if id(module) not in made_here:
+                on_unknown(module)
         stack.append(paths[id(module)])
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
@@ -102,7 +109,8 @@ def _module_paths(
         module_hooks.register_module_forward_hook(leave, always_call=True),
     )
     try:
-        yield
+        with replaced(nn.Module, "__init__", note_and_init):
+            yield
     finally:
         for hook in hooks:
             hook.remove()

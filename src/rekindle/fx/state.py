@@ -6,8 +6,7 @@ buffer puts another tensor there, and the next step must see it.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,18 +36,13 @@ class Surroundings:
     """The modules, parameters and other tensors around a step."""
 
     def __init__(
-        self,
-        train_step: Callable[..., Any],
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, others: list[nn.Module]
     ) -> None:
+        """`others` are modules outside the model that the step is known to call."""
         self.optimizer = optimizer
         self.modules: dict[str, nn.Module] = dict(model.named_modules())
-        for name, module in _referenced_modules(train_step):
-            for path, part in module.named_modules(prefix=name):
-                if part not in set(self.modules.values()):
-                    self.modules[path] = part
-        self.outside_modules: list[nn.Module] = []  # met while the step runs
+        for module in others:
+            self.add_module(module)
         self.slots: list[Slot] = []
         self.ties: list[tuple[Slot, int]] = []  # further places of a tensor, and its slot
         slot_of: dict[int, int] = {}  # by the identity of the tensor: tied weights are one
@@ -61,26 +55,26 @@ class Surroundings:
         self._slot_of = {key: self.slots[index] for key, index in slot_of.items()}
         self._born_later: dict[int, tuple[Kind, str]] = {}
 
+    def add_module(self, module: nn.Module) -> list[str]:
+        """Take in a module from outside the model, with its parts; returns their names."""
+        known = {id(each) for each in self.modules.values()}
+        root = f"{type(module).__name__}{len(self.modules)}"
+        new = {p: m for p, m in module.named_modules(prefix=root) if id(m) not in known}
+        self.modules.update(new)
+        return list(new)
+
     def params(self) -> dict[int, torch.Tensor]:
         """The parameters, by their slots' positions in `slots`."""
         return {i: slot.get() for i, slot in enumerate(self.slots) if slot.kind is Kind.PARAM}
 
+    @staticmethod
+    def has_tensors(module: nn.Module) -> bool:
+        """Whether a module itself holds tensors in any way that is followed."""
+        return any(True for _ in _module_slots("", module))
+
     def _all_slots(self) -> Iterator[Slot]:
         for path, module in self.modules.items():
-            prefix = f"{path}." if path else ""
-            stores: list[tuple[Kind, dict[str, Any]]] = [
-                (Kind.PARAM, module._parameters),
-                (Kind.BUFFER, module._buffers),
-                (Kind.ATTRIBUTE, module.__dict__),
-            ]
-            for kind, store in stores:
-                for key, value in store.items():
-                    if isinstance(value, torch.Tensor):
-                        yield Slot(kind, prefix + key, store, key)
-                    elif isinstance(value, (tuple, list, dict)) and not key.startswith("_"):
-                        for number in range(len(tree.flatten(value).tensors)):
-                            inside = _Inside(store, key)
-                            yield Slot(Kind.ATTRIBUTE, f"{prefix}{key}.{number}", inside, number)
+            yield from _module_slots(f"{path}." if path else "", module)
         groups = _GroupParams(self.optimizer)
         for index, group in enumerate(self.optimizer.param_groups):
             for position in range(len(group["params"])):
@@ -120,6 +114,23 @@ class Surroundings:
                     yield f"{prefix}.{key}", value
 
 
+def _module_slots(prefix: str, module: nn.Module) -> Iterator[Slot]:
+    """The places where a module itself holds tensors."""
+    stores: list[tuple[Kind, dict[str, Any]]] = [
+        (Kind.PARAM, module._parameters),
+        (Kind.BUFFER, module._buffers),
+        (Kind.ATTRIBUTE, module.__dict__),
+    ]
+    for kind, store in stores:
+        for key, value in store.items():
+            if isinstance(value, torch.Tensor):
+                yield Slot(kind, prefix + key, store, key)
+            elif isinstance(value, (tuple, list, dict)) and not key.startswith("_"):
+                for number in range(len(tree.flatten(value).tensors)):
+                    inside = _Inside(store, key)
+                    yield Slot(Kind.ATTRIBUTE, f"{prefix}{key}.{number}", inside, number)
+
+
 class _Inside:
     """The tensors inside a tuple, list or dict that a module holds, whichever it holds now."""
 
@@ -141,32 +152,3 @@ class _GroupParams:
         group, position = key
         tensor: torch.Tensor = self._optimizer.param_groups[group]["params"][position]
         return tensor
-
-
-def _referenced_modules(function: Callable[..., Any]) -> Iterator[tuple[str, nn.Module]]:
-    """Modules that the step uses without being handed them: from closures, globals, partials."""
-    while isinstance(function, functools.partial):
-        for name, value in function.keywords.items():
-            if isinstance(value, nn.Module):
-                yield name, value
-        function = function.func
-    owner = getattr(function, "__self__", None)
-    for name, value in vars(owner).items() if hasattr(owner, "__dict__") else ():
-        if isinstance(value, nn.Module):
-            yield name, value
-    function = getattr(function, "__func__", function)
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return
-    cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=False))  # type: ignore[attr-defined]
-    for name, cell in cells.items():
-        try:
-            value = cell.cell_contents
-        except ValueError:  # an empty cell
-            continue
-        if isinstance(value, nn.Module):
-            yield name, value
-    for name in code.co_names:
-        value = function.__globals__.get(name)  # type: ignore[attr-defined]
-        if isinstance(value, nn.Module):
-            yield name, value
