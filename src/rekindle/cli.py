@@ -165,6 +165,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code = _refuse(f"{problem}. See rekindle --help.")
     except RekindleError as error:
         code = _refuse(str(error))
+    except OSError as error:
+        code = _refuse(f"cannot write: {error}")
     sys.exit(code)
 
 
@@ -196,7 +198,12 @@ def _profiled(
     work = models.load(model, device=None if is_forecast else device, **asked)
     tell("capturing")
     parts = (work.train_step, work.model, work.optimizer, work.batch)
-    captured = rekindle.capture(*parts, as_on_gpu=is_forecast)
+    try:
+        captured = rekindle.capture(*parts, as_on_gpu=is_forecast)
+    except RekindleError:
+        raise
+    except Exception as error:  # the user's own
+        raise ModelError(f"the step of {model} raises {type(error).__name__}: {error}") from error
     tell("profiling")
     profile = rekindle.profile(
         captured, device=device if is_forecast else None, cache=cache, runs=runs, progress=tell

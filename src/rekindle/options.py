@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -15,11 +16,15 @@ def _check_file(target: str | None) -> str | None:
     """Refuse a file that cannot be written before the work starts, not after."""
     if target is None:
         return target
+    if target == STDOUT:
+        raise typer.BadParameter("only --json can go to standard output: name a file")
     path = Path(target)
     if path.is_dir():
         raise typer.BadParameter(f"{target} is a folder: name a file")
     if not path.parent.is_dir():
         raise typer.BadParameter(f"there is no folder {path.parent} to write {path.name} into")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise typer.BadParameter(f"{target} cannot be written to")
     return target
 
 

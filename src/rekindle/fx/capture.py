@@ -89,6 +89,7 @@ class _Capture:
         self.step_line = where.definition(train_step)
         self.checks = Checks(self.step_line)
         self.around = Surroundings(model, optimizer, others)
+        self.checks.modules(self.around.modules)
         self.attributes = note_attributes(self.around.modules)
         self.params = self.around.params()
         self.fake_mode = FakeTensorMode()
@@ -110,7 +111,6 @@ class _Capture:
     def run(self) -> Recording:
         """Record the step and put everything back."""
         self.checks.devices(self.params.values())
-        self.checks.modules(self.around.modules)
         self.checks.batch(self.batch.structure)
         old_grads = [param.grad for param in self.params.values()]
         old_settings = settings(self.optimizer)
