@@ -221,6 +221,25 @@ def test_arguments_in_the_wrong_order(wrong: str) -> None:
         rekindle.optimize(plain_step, *arguments, batches()[0])  # type: ignore[arg-type]
 
 
+def test_a_batch_that_is_new_every_time_is_warned_about(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("rekindle.fx.step.MAX_VARIANTS", 3)
+
+    def train_step(model: nn.Module, optimizer: Any, batch: Any) -> torch.Tensor:
+        return plain_step(model, optimizer, batch["x"])
+
+    model, optimizer = made()
+    named = [{"x": x, "name": f"image {i}"} for i, x in enumerate(batches(6))]
+    step = rekindle.optimize(train_step, model, optimizer, named[0])
+    for batch in named:
+        step(batch)
+    warnings = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1
+    assert "more than 3 captures" in warnings[0].getMessage()
+    assert step.n_captures == 3
+
+
 def test_the_shape_in_use_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rekindle.fx.step.MAX_VARIANTS", 3)
     model, optimizer = made()

@@ -61,6 +61,7 @@ class CapturedStep:
         self.is_forecast = as_on_gpu
         self._variants: OrderedDict[Hashable, list[Variant]] = OrderedDict()
         self._lock = threading.Lock()
+        self._has_forgotten = False
         flat = tree.flatten(batch)
         Checks(where.definition(train_step)).batch(flat.structure)
         self._first = self._capture(batch, self._key(flat))
@@ -151,7 +152,14 @@ class CapturedStep:
         return variant
 
     def _forget_oldest(self) -> None:
-        while sum(len(variants) for variants in self._variants.values()) > MAX_VARIANTS:
+        while self.n_captures > MAX_VARIANTS:
+            if not self._has_forgotten:
+                self._has_forgotten = True
+                log.warning(
+                    "more than %d captures: something changes at every step (a shape, a number or "
+                    "text in the batch, an attribute of a module), and each change costs a capture",
+                    MAX_VARIANTS,
+                )
             key, variants = next(iter(self._variants.items()))
             variants.pop(0)
             if not variants:
