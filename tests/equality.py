@@ -11,44 +11,19 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import rekindle
+from rekindle.fx.compare import differences, same, state_of
 
 Step = Callable[[nn.Module, torch.optim.Optimizer, Any], Any]
 
 
 def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Everything that training may change, as a flat dict of copies."""
-    found: dict[str, Any] = {}
+    found = state_of(model, optimizer)
     for name, param in model.named_parameters():
-        found[f"param {name}"] = param.detach().clone()
         found[f"requires_grad {name}"] = param.requires_grad
-        found[f"grad {name}"] = None if param.grad is None else param.grad.detach().clone()
-    for name, buffer in model.named_buffers():
-        found[f"buffer {name}"] = buffer.detach().clone()
     for name, module in model.named_modules():
         found[f"training {name}"] = module.training
-    for path, leaf in pytree.tree_flatten_with_path(optimizer.state_dict())[0]:
-        key = "".join(str(part) for part in path)
-        found[f"optimizer {key}"] = leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
-    found["rng cpu"] = torch.get_rng_state()
-    if torch.cuda.is_available():
-        found["rng cuda"] = torch.cuda.get_rng_state()
     return found
-
-
-def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    """The names of what is not the same, bit for bit."""
-    wrong = sorted(a.keys() ^ b.keys())
-    return wrong + [name for name in a.keys() & b.keys() if not same(a[name], b[name])]
-
-
-def same(a: Any, b: Any) -> bool:
-    """Equal in type, dtype and every bit: 0.0 is not -0.0, and NaN is itself."""
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        if (a.dtype, a.shape, a.device) != (b.dtype, b.shape, b.device):
-            return False
-        a_bytes, b_bytes = (t.detach().contiguous().flatten().view(torch.uint8) for t in (a, b))
-        return torch.equal(a_bytes, b_bytes)
-    return type(a) is type(b) and a == b
 
 
 def clone_result(result: Any) -> Any:

@@ -48,7 +48,7 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     ['x']
     """
     keys = dict.fromkeys((*a, *b))
-    return [key for key in keys if key not in a or key not in b or not _same(a[key], b[key])]
+    return [key for key in keys if key not in a or key not in b or not same(a[key], b[key])]
 
 
 def count_tensors(state: Mapping[str, Any]) -> dict[str, int]:
@@ -120,12 +120,15 @@ def _copy(value: Any) -> Any:
     return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
 
 
-def _same(a: Any, b: Any) -> bool:
+def same(a: Any, b: Any) -> bool:
+    """Whether two things are equal in type, form, place and every bit."""
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         return type(a) is type(b) and bool(a == b)
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bits(a), _bits(b))
+    if (a.dtype, a.shape, a.device) != (b.dtype, b.shape, b.device):
+        return False
+    return torch.equal(_bits(a), _bits(b))
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's bytes: unlike numbers, they tell -0.0 from 0.0, and a NaN equals itself."""
-    return tensor.reshape(-1).contiguous().view(torch.uint8)
+    return tensor.detach().reshape(-1).contiguous().view(torch.uint8)
