@@ -57,6 +57,31 @@ class Lion(torch.optim.Optimizer):
                 state["average"].lerp_(param.grad, 1 - beta2)
 
 
+class Halving(torch.optim.Adam):
+    """Builds on a class of torch's, and calls its step."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for group in self.param_groups:
+            group["lr"] *= 0.5
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Wraps another optimizer, whose state it does not know."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+        self.inner = torch.optim.AdamW(self.param_groups[0]["params"], lr=1e-2)
+        self.slow = [p.detach().clone() for p in self.param_groups[0]["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+        for slow, param in zip(self.slow, self.param_groups[0]["params"], strict=True):
+            slow.lerp_(param, 0.5)
+            param.copy_(slow)
+
+
 class Unruly(torch.optim.Optimizer):
     """Reads its gradients as numpy arrays, which no capture can follow."""
 
@@ -97,6 +122,8 @@ SETTINGS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adagrad-fused": (torch.optim.Adagrad, {"lr": 1e-2, "fused": True}),
     "nadam": (torch.optim.NAdam, {"lr": 1e-2}),
     "own-class": (Lion, {}),
+    "own-subclass": (Halving, {"lr": 1e-2}),
+    "own-wrapper": (Lookahead, {}),
     "untraceable": (Unruly, {}),
 }
 

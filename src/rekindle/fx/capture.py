@@ -23,7 +23,7 @@ from rekindle.fx.checks import Checks, settings
 from rekindle.fx.effects import find_effects, note_attributes
 from rekindle.fx.record import Recorder
 from rekindle.fx.recording import GradUse, Recording
-from rekindle.fx.sandbox import Sandbox, replaced
+from rekindle.fx.sandbox import Sandbox, remember, replaced
 from rekindle.fx.state import Surroundings
 from rekindle.fx.tape import Kind, OptimizerCall, run_optimizer
 
@@ -154,8 +154,14 @@ class _Capture:
         with ExitStack() as stack:
             stack.enter_context(replaced(self.optimizer, "step", self._optimizer_step))
             stack.enter_context(replaced(torch.autograd, "backward", self._backward))
-            watched = patches.watched(self.recorder, self.around.modules, self._meet_module)
-            stack.enter_context(watched)
+            stack.enter_context(
+                patches.watched(
+                    self.recorder,
+                    self.around.modules,
+                    on_unknown=self._meet_module,
+                    on_optimizer=self._meet_optimizer,
+                )
+            )
             if self.nothing_is_fake:
                 stack.enter_context(libraries.nothing_is_fake())
             if self.as_on_gpu:
@@ -275,6 +281,7 @@ class _Capture:
         grads = [recorder.node_of(_grad(self.params[slot])) for slot in params]
         node = tape.graph.call_function(run_optimizer, tuple(grads))
         n_calls, is_opaque = len(tape.calls), False
+        undo_settings = remember(self.optimizer.param_groups)  # its own business, each time
         recorder.in_optimizer = True
         try:
             if any(not self.optimizer.state.get(self.params[slot]) for slot in params):
@@ -290,6 +297,7 @@ class _Capture:
                 tape.graph.erase_node(later)
         finally:
             recorder.in_optimizer = recorder.is_paused = False
+            undo_settings()
         call = OptimizerCall(node, params, grads, _autocast_state(), is_opaque)
         tape.optimizer_calls.append(call)
 
@@ -310,6 +318,18 @@ class _Capture:
         names = self.around.add_module(module)
         self.attributes.update(note_attributes({n: self.around.modules[n] for n in names}))
 
+    def _meet_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer inside the user's own is part of it; one beside it would not be replayed."""
+        if optimizer is self.optimizer:
+            return
+        if not self.recorder.in_optimizer:
+            self.recorder.refuse(
+                "steps a second optimizer",
+                "Rekindle takes one optimizer: give it all parameters, in several groups if need "
+                "be, or capture one step for each optimizer.",
+            )
+        self.sandbox.add_optimizer(optimizer)
+
     # What the recorder asks
 
     def _on_value_asked(self, line: where.Line) -> None:
@@ -327,14 +347,15 @@ class _Capture:
         if known is not None:
             return known
         count = len(self.recorder.tape.entries)
+        if not isinstance(tensor, FakeTensor):
+            self.sandbox.add(tensor)
+        if self.recorder.in_optimizer:  # state that it keeps in ways of its own
+            return Kind.OPT_STATE, f"optimizer.{count}"
         if isinstance(tensor, FakeTensor):
-            if self.recorder.in_optimizer:
-                return Kind.OPT_STATE, f"optimizer.{count}"
             self.recorder.refuse(
                 "uses a fake tensor that this capture did not make",
                 "Tensors from inside a captured step must not be kept in globals or closures.",
             )
-        self.sandbox.add(tensor)
         if tensor.requires_grad:
             self.outside_leaves.append(tensor)
         return Kind.EXTERNAL, str(count)

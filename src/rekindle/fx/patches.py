@@ -29,13 +29,20 @@ _GENERATOR_MODULES = (
 
 @contextmanager
 def watched(
-    recorder: Recorder, modules: dict[str, nn.Module], on_unknown: Callable[[nn.Module], None]
+    recorder: Recorder,
+    modules: dict[str, nn.Module],
+    *,
+    on_unknown: Callable[[nn.Module], None],
+    on_optimizer: Callable[[torch.optim.Optimizer], None],
 ) -> Iterator[None]:
-    """All of the below while the step runs; `on_unknown` meets modules not in the list."""
+    """All of the below while the step runs.
+
+    `on_unknown` meets modules not in the list, `on_optimizer` each optimizer that is about to step.
+    """
     with ExitStack() as stack:
         stack.enter_context(_module_paths(recorder, modules, on_unknown))
         stack.enter_context(_schedulers_refused(recorder))
-        stack.enter_context(_other_optimizers_refused(recorder))
+        stack.enter_context(_optimizers_watched(on_optimizer))
         stack.enter_context(_random_state_recorded(recorder))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(torch.enable_grad())
@@ -117,17 +124,8 @@ def _module_paths(
 
 
 @contextmanager
-def _other_optimizers_refused(recorder: Recorder) -> Iterator[None]:
-    """The optimizer that was handed over runs without hooks here, so these are of another one."""
-
-    def refuse(*args: Any) -> None:
-        recorder.refuse(
-            "steps a second optimizer",
-            "Rekindle takes one optimizer: give it all parameters, in several groups if need be, "
-            "or capture one step for each optimizer.",
-        )
-
-    handle = register_optimizer_step_pre_hook(refuse)
+def _optimizers_watched(on_optimizer: Callable[[torch.optim.Optimizer], None]) -> Iterator[None]:
+    handle = register_optimizer_step_pre_hook(lambda optimizer, *_: on_optimizer(optimizer))
     try:
         yield
     finally:

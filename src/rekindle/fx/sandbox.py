@@ -21,11 +21,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 Undo = Callable[[], None]
 
 
-def _remember(obj: Any) -> Undo:
+def remember(obj: Any) -> Undo:
     """An undo for changes to a tree of dicts and lists: the same containers, the same contents."""
     if isinstance(obj, dict):
         content = dict(obj)
-        inner = [_remember(value) for value in content.values()]
+        inner = [remember(value) for value in content.values()]
 
         def undo() -> None:
             obj.clear()
@@ -36,7 +36,7 @@ def _remember(obj: Any) -> Undo:
         return undo
     if isinstance(obj, list):
         items = list(obj)
-        inner = [_remember(item) for item in items]
+        inner = [remember(item) for item in items]
 
         def undo_list() -> None:
             obj[:] = items
@@ -119,6 +119,10 @@ class Sandbox:
         """Note one more tensor, met on the way."""
         self._undo.append(_remember_tensor(tensor))
 
+    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note one more optimizer, met on the way."""
+        self._undo.append(_remember_optimizer(optimizer))
+
     def add_module(self, module: nn.Module) -> None:
         """Note one more module, met on the way."""
         self._undo.append(_remember_module(module))
@@ -139,9 +143,9 @@ class Sandbox:
 
 def _remember_module(module: nn.Module) -> Undo:
     attributes = dict(module.__dict__)
-    contents = [_remember(module._parameters), _remember(module._buffers)]
+    contents = [remember(module._parameters), remember(module._buffers)]
     if "_flat_weights" in attributes:  # nn.LSTM and its kin keep their parameters twice
-        contents.append(_remember(attributes["_flat_weights"]))
+        contents.append(remember(attributes["_flat_weights"]))
 
     def undo() -> None:
         module.__dict__.clear()
@@ -154,7 +158,7 @@ def _remember_module(module: nn.Module) -> Undo:
 
 def _remember_optimizer(optimizer: torch.optim.Optimizer) -> Undo:
     attributes = dict(optimizer.__dict__)
-    contents = [_remember(optimizer.state), _remember(optimizer.param_groups)]
+    contents = [remember(optimizer.state), remember(optimizer.param_groups)]
 
     def undo() -> None:
         optimizer.__dict__.clear()
