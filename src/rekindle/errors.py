@@ -54,3 +54,35 @@ class ProfileError(RekindleError):
 
 class ReportError(RekindleError):
     """A page or figure cannot be made; the message says what to install."""
+
+
+class PlanError(RekindleError):
+    """A plan cannot be made, read, or used with this graph."""
+
+
+class InfeasibleBudget(PlanError):
+    """No plan was found that stays within the budget; `least_peak_bytes` is the smallest found.
+
+    >>> raise InfeasibleBudget(budget_bytes=1 << 20, least_peak_bytes=1 << 21)
+    Traceback (most recent call last):
+    rekindle.errors.InfeasibleBudget: no plan stays within 1.00 MiB: the least peak found is 2.00 MiB.
+    """
+
+    def __init__(self, *, budget_bytes: int, least_peak_bytes: int) -> None:
+        from rekindle.units import format_bytes  # which itself imports this module
+
+        super().__init__(
+            f"no plan stays within {format_bytes(budget_bytes)}: the least peak found is "
+            f"{format_bytes(least_peak_bytes)}."
+        )
+        self.budget_bytes = budget_bytes
+        self.least_peak_bytes = least_peak_bytes
+
+
+class InvalidSchedule(PlanError):
+    """A schedule breaks a rule; `subject` names the op or storage."""
+
+    def __init__(self, subject: str, rule: str) -> None:
+        super().__init__(f"{subject}: {rule}")
+        self.subject = subject
+        self.rule = rule

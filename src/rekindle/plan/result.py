@@ -1,0 +1,107 @@
+"""From choices to a finished plan: schedule, cost, and a reason for every decision."""
+
+from __future__ import annotations
+
+from rekindle.core.dataflow import dataflow
+from rekindle.core.schedule import Decision, Plan
+from rekindle.errors import InfeasibleBudget
+from rekindle.plan.lower import Choices, Lowered, lower, to_schedule
+from rekindle.plan.problem import Problem
+from rekindle.units import format_bytes, format_us
+
+
+def finish(
+    problem: Problem,
+    chosen: Choices,
+    *,
+    planner: str,
+    budget_bytes: int,
+    bound_us: float | None = None,
+) -> Plan:
+    """The plan that these choices make; raises InfeasibleBudget if it needs more than the budget."""
+    lowered = lower(problem, chosen)
+    if lowered.peak_bytes > budget_bytes:
+        raise InfeasibleBudget(budget_bytes=budget_bytes, least_peak_bytes=lowered.peak_bytes)
+    return Plan(
+        planner=planner,
+        fingerprint=problem.graph.fingerprint,
+        budget_bytes=budget_bytes,
+        schedule=to_schedule(lowered),
+        decisions=tuple(_decisions(problem, chosen, lowered)),
+        peak_bytes=lowered.peak_bytes,
+        recompute_us=lowered.recompute_us,
+        bound_us=bound_us,
+    )
+
+
+def _decisions(problem: Problem, chosen: Choices, lowered: Lowered) -> list[Decision]:
+    added_us = _added_us(problem, chosen, lowered)
+    times = _times_computed(problem, lowered)
+    return [
+        _kept(problem, cell)
+        if chosen.keep[cell]
+        else _dropped(problem, cell, added_us.get(cell, 0.0), times.get(cell, 0))
+        for cell in problem.activations
+    ]
+
+
+def _kept(problem: Problem, cell: int) -> Decision:
+    op = problem.writer[cell]
+    refusal = dataflow(problem.graph).refusals[op]
+    if problem.must_keep[cell]:
+        why = (
+            f"cannot be computed again: {problem.graph.ops[op].name} {refusal}"
+            if refusal
+            else ("cannot be computed again: what it is computed from is gone")
+        )
+    elif not problem.bytes[cell]:
+        why = "takes no memory of the device"
+    else:
+        us, nbytes = problem.times[op], problem.bytes[cell]
+        why = (
+            f"its {format_bytes(nbytes)} would take {format_us(us)} or more to compute again, "
+            "and the budget has room for it"
+        )
+    return Decision(problem.storage[cell], True, 0, 0.0, why)
+
+
+def _dropped(problem: Problem, cell: int, added_us: float, times: int) -> Decision:
+    starts = problem.profile.starts_us
+    idle = float(starts[problem.needs[cell][0]] - starts[problem.last_use[cell] + 1])
+    again = "computed again" if times <= 1 else f"computed again {times} times"
+    why = (
+        f"idle for {format_us(max(idle, 0.0))}; {again} just before "
+        f"{problem.graph.ops[problem.needs[cell][0]].name} reads it"
+    )
+    return Decision(problem.storage[cell], False, problem.bytes[cell], added_us, why)
+
+
+def _times_computed(problem: Problem, lowered: Lowered) -> dict[int, int]:
+    """How often each cell is computed again."""
+    counts: dict[int, int] = {}
+    for op in lowered.ops[lowered.copies > 0]:
+        for cell in problem.writes[op]:
+            counts[cell] = counts.get(cell, 0) + 1
+    return counts
+
+
+def _added_us(problem: Problem, chosen: Choices, lowered: Lowered) -> dict[int, float]:
+    """The recomputed time by the dropped activation it is spent on.
+
+    An op's time goes to the largest dropped activation it computes; that of an op that only leads
+    to others, to the one it leads to.
+    """
+    added: dict[int, float] = {}
+    positions = [int(p) for p in (lowered.copies > 0).nonzero()[0]]
+    owner_of: dict[tuple[int, int], int] = {}  # by burst and cell: whom a reader works for
+    for position in reversed(positions):
+        op, burst = int(lowered.ops[position]), int(lowered.copies[position])
+        own = [c for c in problem.writes[op] if problem.needs[c] and not chosen.keep[c]]
+        passed = [owner_of[burst, c] for c in problem.writes[op] if (burst, c) in owner_of]
+        if not own and not passed:
+            continue
+        owner = max(own, key=lambda c: problem.bytes[c]) if own else passed[0]
+        added[owner] = added.get(owner, 0.0) + problem.times[op]
+        for cell in problem.reads[op]:
+            owner_of.setdefault((burst, cell), owner)
+    return added
