@@ -15,11 +15,15 @@ from rekindle.errors import ProfileError
 
 @dataclass(frozen=True, slots=True)
 class OpCost:
-    """One op's time on the device, and the memory it needs beside inputs and outputs."""
+    """One op's time on the device, and the memory it needs beside inputs and outputs.
+
+    `copy_us` is the time of a recomputation, where another operator does it (`Op.copy_target`).
+    """
 
     time_us: float
     workspace_bytes: int = 0
     is_measured: bool = False
+    copy_us: float | None = None
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,12 @@ class Profile:
     def times_us(self) -> NDArray[np.float64]:
         """The time of each op."""
         return np.array([cost.time_us for cost in self.costs], dtype=np.float64)
+
+    @cached_property
+    def copy_times_us(self) -> NDArray[np.float64]:
+        """The time of a recomputation of each op."""
+        copies = [c.time_us if c.copy_us is None else c.copy_us for c in self.costs]
+        return np.array(copies, dtype=np.float64)
 
     @cached_property
     def workspaces_bytes(self) -> NDArray[np.int64]:

@@ -93,7 +93,12 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One operator call. `inputs`, `outputs` and `mutates` hold indices of values."""
+    """One operator call. `inputs`, `outputs` and `mutates` hold indices of values.
+
+    Where `copy_target` is set, a recomputation runs that operator instead: it makes the first
+    output alone, from what the op read and from its other outputs. (Batch norm's result follows
+    from the mean and variance it has already found.)
+    """
 
     index: int
     name: str
@@ -106,6 +111,7 @@ class Op:
     is_view: bool = False
     flops: int = 0
     source: Source = Source("", "", 0)
+    copy_target: str = ""
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity, or by fingerprint
@@ -136,6 +142,7 @@ class StepGraph:
             yield [v.name, v.storage, v.shape, v.dtype, v.producer]
         for o in self.ops:
             facts = [o.phase.name, o.is_random, o.is_view, o.flops]
+            facts += [o.copy_target] if o.copy_target else []
             yield [o.name, o.target, o.inputs, o.outputs, o.mutates, *facts]
         yield [self.outputs]
 

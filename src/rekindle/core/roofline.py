@@ -45,7 +45,7 @@ class Kind(NamedTuple):
 
 # By the operator's name, the longest prefix that fits: "mm" also stands for "mm_anything".
 _KINDS = {
-    "": Kind(1.05, 2.1),  # element-wise, and all that is not listed
+    "": Kind(1.05, 2.4),  # element-wise, and all that is not listed
     "mm": Kind(1.45, 4.0),
     "addmm": Kind(1.45, 4.0),
     "bmm": Kind(1.48, 3.5),
@@ -54,6 +54,7 @@ _KINDS = {
     "convolution_backward": Kind(3.75, 16.0),
     "native_batch_norm": Kind(7.9, 2.0),
     "native_batch_norm_backward": Kind(7.2, 2.0),
+    "batch_norm_elemt": Kind(3.25, 2.0),
     "cudnn_batch_norm": Kind(2.35, 2.0),
     "cudnn_batch_norm_backward": Kind(3.05, 2.0),
     "native_layer_norm": Kind(1.7, 1.6),
@@ -67,7 +68,7 @@ _KINDS = {
     "_scaled_dot_product_flash_attention": Kind(6.0, 6.0),
     "_scaled_dot_product_flash_attention_backward": Kind(4.4, 8.0),
     "_to_copy": Kind(1.45, 1.9),
-    "sum": Kind(2.3, 5.0),
+    "sum": Kind(2.3, 7.0),
     "mean": Kind(2.3, 5.0),
     "var": Kind(2.5, 5.0),
     "linalg_vector_norm": Kind(2.0, 5.0),
@@ -77,6 +78,7 @@ _KINDS = {
     "native_dropout_backward": Kind(1.06, 1.5),
     "_log_softmax": Kind(2.0, 3.0),
     "_log_softmax_backward_data": Kind(1.35, 3.0),
+    "nll_loss": Kind(1.05, 10.0),
     "_softmax": Kind(1.6, 3.0),
     "_softmax_backward_data": Kind(1.6, 3.0),
     "max_pool2d_with_indices": Kind(1.5, 3.0),
@@ -95,7 +97,10 @@ def analytic_profile(graph: StepGraph, device: Device) -> Profile:
     """The costs of a graph's ops on a device, from FLOPs and bytes."""
     traffic = bytes_moved(graph)
     costs = tuple(
-        OpCost(_time_us(graph, op, int(nbytes), device))
+        OpCost(
+            _time_us(graph, op, int(nbytes), device),
+            copy_us=_copy_us(op, int(nbytes), device) if op.copy_target else None,
+        )
         for op, nbytes in zip(graph.ops, traffic, strict=True)
     )
     return Profile(
@@ -161,6 +166,14 @@ def _time_us(graph: StepGraph, op: Op, nbytes: int, device: Device) -> float:
     if name in ("mm", "addmm", "bmm") and _is_misaligned(graph, op, dtype):
         kind = kind._replace(factor=kind.factor * _MISALIGNED)
     return kind.floor_us + kind.factor * max(op.flops / rate, nbytes / bandwidth)
+
+
+def _copy_us(op: Op, nbytes: int, device: Device) -> float:
+    """The time of the operator that computes an op's result again: element by element."""
+    kind = kind_of(op.copy_target.split(".")[1])
+    return kind.floor_us + kind.factor * nbytes / (
+        device.bandwidth_bytes_per_us * _REACHED_OF_BANDWIDTH
+    )
 
 
 def _is_misaligned(graph: StepGraph, op: Op, dtype: str) -> bool:

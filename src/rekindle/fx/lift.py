@@ -6,9 +6,11 @@ from bisect import bisect_right
 from collections.abc import Iterable
 
 from torch import fx
+from torch._ops import OpOverload
 
 from rekindle.core.ir import Op, Phase, Role, StepGraph, Storage, Value
 from rekindle.core.roles import assign_roles
+from rekindle.fx import ops
 from rekindle.fx.recording import Recording
 from rekindle.fx.tape import Call, Kind, OptimizerCall, run_optimizer
 
@@ -88,6 +90,10 @@ class _Lift:
         outputs = tuple(self._add_value(node, index) for node in call.results)
         read = {self.values[value].storage for value in inputs}
         made = {self.values[value].storage for value in outputs}
+        copy_op = None
+        if isinstance(call.node.target, OpOverload) and len(call.results) == 3:
+            device = self.tape.storages[self._storage(call.results[0])].device
+            copy_op = ops.copy_op(call.node.target, device, bool(call.writes))
         self.ops.append(
             Op(
                 index=index,
@@ -101,6 +107,7 @@ class _Lift:
                 is_view=bool(made) and made <= read and not call.writes,
                 flops=call.flops,
                 source=call.source,
+                copy_target=str(copy_op or ""),
             )
         )
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import fx
 
 from rekindle.core.cost import OpCost, Profile
@@ -23,7 +24,7 @@ from rekindle.core.liveness import analyze
 from rekindle.core.roofline import analytic_profile
 from rekindle.core.simulate import device_sizes
 from rekindle.errors import ProfileError
-from rekindle.fx import interpret
+from rekindle.fx import interpret, ops
 from rekindle.fx.meters import Around, CpuMeter, CudaMeter, Meter, plainly
 from rekindle.fx.recording import Recording
 
@@ -117,15 +118,35 @@ class _Session:
                 self.progress(f"measuring times, run {index + 1} of {self.runs}")
                 samples.append(self.meter.times_us(run, n_ops))
             times = np.median(np.stack(samples), axis=0)
+            copies = self._copies_us(run, n_ops)
             self.progress("measuring the whole step")
             step_us = self.meter.step_us(run)
         method = f"in order, median of {self.runs} runs"
         if step_us is not None and times.sum() > 0:
             # One at a time, kernels cannot start while the one before drains; in a step they do.
             scale = step_us / times.sum()
-            times = times * scale
+            times, copies = times * scale, copies * scale
             method += f"; kernel times scaled by {scale:.3f} to the step in a CUDA graph"
-        return self._profile(device, times, workspaces, self._overhead(at_start), method)
+        return self._profile(device, times, copies, workspaces, self._overhead(at_start), method)
+
+    def _copies_us(self, run: Callable[[Around], None], n_ops: int) -> NDArray[np.float64]:
+        """The time of each op's `copy_target`, run beside the op itself; 0 where there is none."""
+        if not any(op.copy_target for op in self.graph.ops):
+            return np.zeros(n_ops)
+        self.progress("measuring recomputations")
+
+        def run_copies(around: Around) -> None:
+            def op_and_copy(index: int, op: Any, args: Any, kwargs: Any) -> Any:
+                result = op(*args, **kwargs)
+                if self.graph.ops[index].copy_target:
+                    other = ops.copy_op(op, args[0].device, writes=True)
+                    around(index, other, ops.copy_arguments(args, result), {})
+                return result
+
+            run(op_and_copy)
+
+        samples = [self.meter.times_us(run_copies, n_ops) for _ in range(self.runs)]
+        return np.asarray(np.median(np.stack(samples), axis=0))
 
     def one_by_one(self, device: str) -> Profile:
         """Run each distinct operator alone, on tensors made for it."""
@@ -154,9 +175,11 @@ class _Session:
             run(plainly)
             alone, at_start = self.meter.workspaces_bytes(run, len(calls))
             samples = [self.meter.times_us(run, len(calls)) for _ in range(self.runs)]
+            copies = self._copies_us(run, len(calls))
         medians = np.median(np.stack(samples), axis=0)
         for first, indices in zip(firsts, groups.values(), strict=True):
             times[indices], workspaces[indices] = medians[first], alone[first]
+            copies[indices] = copies[first]
         method = f"{len(firsts)} distinct operators alone, median of {self.runs} runs"
         if unable:
             method += f"; {len(unable)} of them estimated from bytes and FLOPs"
@@ -164,7 +187,7 @@ class _Session:
             for index in unable:
                 indices = groups[self._signature(calls[index].node)]
                 times[indices] = estimate[indices]
-        return self._profile(device, times, workspaces, self._overhead(at_start), method)
+        return self._profile(device, times, copies, workspaces, self._overhead(at_start), method)
 
     def _run_alone(self, node: fx.Node, around: Callable[..., Any]) -> None:
         made = {arg: self._tensor_for(arg, str(node.target)) for arg in node.all_input_nodes}
@@ -208,15 +231,26 @@ class _Session:
         return max(0, at_start - int(sizes[analyze(self.graph).is_resident].sum()))
 
     def _profile(
-        self, device: str, times: Any, workspaces: Any, overhead_bytes: int, method: str
+        self,
+        device: str,
+        times: NDArray[np.float64],
+        copies: NDArray[np.float64],
+        workspaces: NDArray[np.int64],
+        overhead_bytes: int,
+        method: str,
     ) -> Profile:
         to_host, to_device = self.meter.transfer_rates()
         return Profile(
             device=device,
             fingerprint=self.graph.fingerprint,
             costs=tuple(
-                OpCost(float(us), int(workspace), is_measured=True)
-                for us, workspace in zip(times, workspaces, strict=True)
+                OpCost(
+                    float(times[op.index]),
+                    int(workspaces[op.index]),
+                    is_measured=True,
+                    copy_us=float(copies[op.index]) if op.copy_target else None,
+                )
+                for op in self.graph.ops
             ),
             allocator=self.meter.allocator,
             overhead_bytes=overhead_bytes,

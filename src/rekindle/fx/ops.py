@@ -69,6 +69,24 @@ def written(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
     ]
 
 
+def copy_op(op: OpOverload, device: torch.device, writes: bool) -> OpOverload | None:
+    """The operator that computes a call's first result again from its other results, if any.
+
+    On CUDA, `native_batch_norm` in training finds mean and variance and then runs this very kernel
+    on them: the bits are the same, and the pass over the input that finds them is saved.
+    """
+    if op is torch.ops.aten.native_batch_norm.default and device.type == "cuda" and writes:
+        return torch.ops.aten.batch_norm_elemt.default
+    return None
+
+
+def copy_arguments(args: tuple[Any, ...], results: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What `copy_op`'s operator is called with, from the call's own arguments and results."""
+    tensor, weight, bias, *_, eps = args
+    _, mean, inverse_deviation = results
+    return (tensor, weight, bias, mean, inverse_deviation, eps)
+
+
 def is_random(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether this call draws from a random generator; attention without dropout does not."""
     if torch.Tag.nondeterministic_seeded not in op.tags:
