@@ -53,7 +53,11 @@ class LSTMCell(nn.Module):
 
 
 class LSTMLanguageModel(nn.Module):
-    """Embeds tokens, runs stacked cells over the sequence in Python, and scores the next token."""
+    """Embeds tokens, runs stacked cells over the sequence, and scores each next token in turn.
+
+    All is unrolled, the decoder too: scores of the whole sequence at once would be the largest
+    tensors of the step, and no plan could do without them.
+    """
 
     def __init__(self, vocab: int, hidden: int, layers: int) -> None:
         super().__init__()
@@ -61,23 +65,25 @@ class LSTMLanguageModel(nn.Module):
         self.cells = nn.ModuleList(LSTMCell(hidden, hidden) for _ in range(layers))
         self.decoder = nn.Linear(hidden, vocab)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor) -> list[Tensor]:
         embedded = self.embedding(tokens)
         zeros = embedded.new_zeros(embedded.shape[0], embedded.shape[2])
         states = [(zeros, zeros) for _ in self.cells]
-        outputs = []
+        scores = []
         for x in embedded.unbind(dim=1):
             for layer, cell in enumerate(self.cells):
                 states[layer] = cell(x, *states[layer])
                 x = states[layer][0]
-            outputs.append(x)
-        return self.decoder(torch.stack(outputs, dim=1))
+            scores.append(self.decoder(x))
+        return scores
 
 
 def next_token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Cross-entropy at every position of the sequence."""
+    """The mean of the cross-entropies at every position of the sequence."""
     tokens, targets = batch
-    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+    scores = model(tokens)
+    losses = [F.cross_entropy(s, t) for s, t in zip(scores, targets.unbind(dim=1), strict=True)]
+    return torch.stack(losses).mean()
 
 
 def lstm(
