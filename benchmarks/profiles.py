@@ -38,12 +38,12 @@ CASES = [
     ("bert-large", 8, "bf16"),
     ("gpt2", 16, "bf16"),
     ("vit", 128, "bf16"),
-    ("lstm", 512, "bf16"),
+    ("lstm", 2048, "bf16"),
     ("resnet152", 128, "fp32"),
     ("resnet152", 32, "fp32"),
     ("bert-large", 32, "fp32"),
     ("bert-large", 8, "fp32"),
-    ("lstm", 512, "fp32"),
+    ("lstm", 2048, "fp32"),
 ]
 CAPPED = ("resnet152", 128, "bf16")
 
