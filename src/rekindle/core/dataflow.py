@@ -31,13 +31,17 @@ _FORWARD = (Phase.FORWARD, Phase.LOSS)
 class Dataflow:
     """For each op: the (storage, version) pairs it reads; the storages it makes, and mutates.
 
-    `refusals` says why an op must not run again; None where it may. `last_version` is the version
-    each storage has when the step ends.
+    `copy_inputs`, `copy_reads` and `copy_makes` are the values and pairs that a recomputation of
+    the op reads and the storages it makes; it changes no state. `refusals` says why an op must not
+    run again; None where it may. `last_version` is the version each storage has when the step ends.
     """
 
     reads: tuple[tuple[tuple[int, int], ...], ...]
     makes: tuple[tuple[int, ...], ...]
     mutates: tuple[tuple[int, ...], ...]
+    copy_inputs: tuple[tuple[int, ...], ...]
+    copy_reads: tuple[tuple[tuple[int, int], ...], ...]
+    copy_makes: tuple[tuple[int, ...], ...]
     refusals: tuple[str | None, ...]
     last_version: tuple[int, ...]
 
@@ -61,6 +65,7 @@ def _dataflow(graph: StepGraph) -> Dataflow:
     entered = {value.storage for value in graph.values if value.producer is None}
     version = [0] * len(graph.storages)
     reads, makes, mutates = [], [], []
+    copy_inputs, copy_reads, copy_makes = [], [], []
     for op in graph.ops:
         touched = dict.fromkeys(storage_of[v] for v in (*op.inputs, *op.mutates))
         reads.append(tuple((s, version[s]) for s in touched))
@@ -74,12 +79,33 @@ def _dataflow(graph: StepGraph) -> Dataflow:
             version[s] += 1
         makes.append(tuple(made))
         mutates.append(tuple(changed))
+        copy_inputs.append(_copy_inputs(graph, op, entered))
+        touched = dict.fromkeys(storage_of[v] for v in copy_inputs[-1])
+        before = dict(reads[-1])
+        copy_reads.append(tuple((s, before.get(s, version[s])) for s in touched))
+        copy_makes.append(tuple(made if not op.copy_target else [storage_of[op.outputs[0]]]))
     settled = _versions_before_the_update(graph, mutates, entered)
     refusals = [
         _refusal(graph, op, reads[op.index], mutates[op.index], entered, settled)
         for op in graph.ops
     ]
-    return Dataflow(tuple(reads), tuple(makes), tuple(mutates), tuple(refusals), tuple(version))
+    return Dataflow(
+        reads=tuple(reads),
+        makes=tuple(makes),
+        mutates=tuple(mutates),
+        copy_inputs=tuple(copy_inputs),
+        copy_reads=tuple(copy_reads),
+        copy_makes=tuple(copy_makes),
+        refusals=tuple(refusals),
+        last_version=tuple(version),
+    )
+
+
+def _copy_inputs(graph: StepGraph, op: Op, entered: set[int]) -> tuple[int, ...]:
+    """The values that a recomputation reads: not the state that the op itself changes."""
+    state = {v for v in op.mutates if graph.values[v].storage in entered}
+    inputs = dict.fromkeys(v for v in (*op.inputs, *op.mutates) if v not in state)
+    return (*inputs, *op.outputs[1:]) if op.copy_target else tuple(inputs)
 
 
 def _versions_before_the_update(

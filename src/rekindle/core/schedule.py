@@ -6,7 +6,8 @@ report: whatever is computed twice, or freed and made again, is simply written d
 Copy 0 of an op is the captured one; a recomputation has a copy number of its own. `Compute(op, k)`
 makes copy k of the storages the op makes; an in-place op changes the copy of its own number. An
 input is read from the newest living copy of its storage that holds the version the captured op
-read. A view belongs to the copy of the storage it looks at.
+read. A view belongs to the copy of the storage it looks at; that of copy k may be taken at any
+version, since a view sees what is changed in place later.
 """
 
 from __future__ import annotations
@@ -131,25 +132,26 @@ class _Checker:
             if op.index < self.last_random:
                 raise InvalidSchedule(op.name, "draws random numbers out of their captured order")
             self.last_random = op.index
-        versions = dict(self.flow.reads[op.index])
-        mutated = set(self.flow.mutates[op.index])
-        leaves_alone = mutated & self.entered if copy else set()
+        flow = self.flow
+        inputs = flow.copy_inputs[op.index] if copy else dict.fromkeys((*op.inputs, *op.mutates))
+        versions = dict(flow.copy_reads[op.index] if copy else flow.reads[op.index])
+        makes = flow.copy_makes[op.index] if copy else flow.makes[op.index]
+        mutated = set(flow.mutates[op.index]) - (self.entered if copy else set())
         seen: dict[int, _Copy] = {}
-        for value in dict.fromkeys((*op.inputs, *op.mutates)):
+        for value in inputs:
             storage = self.graph.values[value].storage
-            if storage in leaves_alone:
-                continue
-            own = copy if copy and storage in mutated else None
-            seen[storage] = self._find(op, value, versions[storage], own)
-        for storage in mutated - leaves_alone:
+            own = copy if copy and (op.is_view or storage in mutated) else None
+            version = None if copy and op.is_view else versions[storage]
+            seen[storage] = self._find(op, value, version, own)
+        for storage in mutated:
             seen[storage].version += 1
-        for storage in self.flow.makes[op.index]:
+        for storage in makes:
             copies = self.living.setdefault(storage, [])
             if any(found.number == copy for found in copies):
                 raise InvalidSchedule(op.name, f"makes {self._named(storage, copy)} a second time")
             copies.append(_Copy(copy, 1))
             seen[storage] = copies[-1]
-        for value in op.outputs:
+        for value in op.outputs if not (copy and op.copy_target) else op.outputs[:1]:
             storage = self.graph.values[value].storage
             if storage in seen:
                 seen[storage].values.add(value)
@@ -182,12 +184,13 @@ class _Checker:
             if storage not in self.entered and extra:
                 raise InvalidSchedule(self._named(storage, extra[0].number), "is never freed")
 
-    def _find(self, op: Op, value: int, version: int, own: int | None) -> _Copy:
-        """The newest living copy that holds what an op reads."""
+    def _find(self, op: Op, value: int, version: int | None, own: int | None) -> _Copy:
+        """The newest living copy that holds what an op reads; at any version where that is None."""
         storage = self.graph.values[value].storage
         for found in reversed(self.living.get(storage, [])):
             fits = own is None or found.number == own
-            if fits and found.version == version and value in found.values:
+            fits = fits and version in (None, found.version)
+            if fits and value in found.values:
                 return found
         raise InvalidSchedule(op.name, f"reads {self.graph.values[value].name}, which is not there")
 

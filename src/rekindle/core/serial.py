@@ -1,7 +1,8 @@
-"""Graphs and profiles as JSON, both ways; never pickle.
+"""Graphs, profiles and plans as JSON, both ways; never pickle.
 
 A saved profile is one gzip-compressed JSON file that holds graph and profile together, so that what
-was measured on a GPU can be studied and planned anywhere.
+was measured on a GPU can be studied and planned anywhere. A saved plan holds no graph: it names the
+fingerprint of the one it is of.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from typing import Any, NamedTuple
 
 from rekindle.core.cost import OpCost, Profile
 from rekindle.core.ir import Op, Phase, Role, Source, StepGraph, Storage, Value
-from rekindle.errors import ProfileError
+from rekindle.core.schedule import Compute, Decision, Free, Instruction, Plan, Schedule
+from rekindle.errors import PlanError, ProfileError
 
 SCHEMA = 1
+_GZIP = b"\x1f\x8b"  # how a compressed file starts
 
 
 class SavedProfile(NamedTuple):
@@ -46,6 +49,7 @@ def graph_to_json(graph: StepGraph) -> dict[str, Any]:
                 int(op.is_view),
                 op.flops,
                 sources.number((op.source.module, _portable(op.source.filename), op.source.lineno)),
+                *([targets.number(op.copy_target)] if op.copy_target else []),
             ]
             for op in graph.ops
         ],
@@ -73,6 +77,7 @@ def graph_from_json(data: dict[str, Any]) -> StepGraph:
                 is_view=bool(is_view),
                 flops=flops,
                 source=sources[source],
+                copy_target=targets[copy[0]] if copy else "",
             )
             for index, (
                 name,
@@ -85,6 +90,7 @@ def graph_from_json(data: dict[str, Any]) -> StepGraph:
                 is_view,
                 flops,
                 source,
+                *copy,
             ) in enumerate(data["ops"])
         ),
         values=tuple(
@@ -112,7 +118,12 @@ def profile_to_json(profile: Profile) -> dict[str, Any]:
         "to_device_bytes_per_us": profile.to_device_bytes_per_us,
         "versions": dict(profile.versions),
         "costs": [
-            [round(cost.time_us, 3), cost.workspace_bytes, int(cost.is_measured)]
+            [
+                round(cost.time_us, 3),
+                cost.workspace_bytes,
+                int(cost.is_measured),
+                *([] if cost.copy_us is None else [round(cost.copy_us, 3)]),
+            ]
             for cost in profile.costs
         ],
     }
@@ -121,7 +132,10 @@ def profile_to_json(profile: Profile) -> dict[str, Any]:
 def profile_from_json(data: dict[str, Any]) -> Profile:
     """The profile that `profile_to_json` wrote."""
     fields = dict(data)
-    costs = tuple(OpCost(us, workspace, bool(m)) for us, workspace, m in fields.pop("costs"))
+    costs = tuple(
+        OpCost(us, workspace, bool(measured), *copy_us)
+        for us, workspace, measured, *copy_us in fields.pop("costs")
+    )
     return Profile(costs=costs, **fields)
 
 
@@ -134,12 +148,7 @@ def save_profile(path: Path, graph: StepGraph, profile: Profile, about: dict[str
         "graph": graph_to_json(graph),
         "profile": profile_to_json(profile),
     }
-    text = json.dumps(data, separators=(",", ":"))
-    # written aside first, so that an interrupted write leaves no half file; mtime=0: same bytes
-    aside = path.with_name(path.name + ".part")
-    with aside.open("wb") as raw, gzip.GzipFile("", "wb", mtime=0, fileobj=raw) as file:
-        file.write(text.encode())
-    aside.replace(path)
+    _write(path, data, is_compressed=True)
 
 
 def load_profile(path: Path) -> SavedProfile:
@@ -164,6 +173,99 @@ def load_profile(path: Path) -> SavedProfile:
             f"{path} is no saved profile, or is damaged ({error}): "
             "save it anew with rekindle profile MODEL --save FILE."
         ) from error
+
+
+def plan_to_json(plan: Plan) -> dict[str, Any]:
+    """A plan as plain lists; two numbers an instruction, as `_numbers` writes them."""
+    return {
+        "planner": plan.planner,
+        "fingerprint": plan.fingerprint,
+        "budget_bytes": plan.budget_bytes,
+        "peak_bytes": plan.peak_bytes,
+        "recompute_us": plan.recompute_us,
+        "bound_us": plan.bound_us,
+        "schedule": _numbers(plan.schedule),
+        "decisions": [
+            [d.storage, int(d.is_kept), d.freed_bytes, d.added_us, d.reason] for d in plan.decisions
+        ],
+    }
+
+
+def plan_from_json(data: dict[str, Any]) -> Plan:
+    """The plan that `plan_to_json` wrote."""
+    bound_us = data["bound_us"]
+    return Plan(
+        planner=str(data["planner"]),
+        fingerprint=str(data["fingerprint"]),
+        budget_bytes=int(data["budget_bytes"]),
+        schedule=_instructions(data["schedule"]),
+        decisions=tuple(
+            Decision(int(storage), bool(is_kept), int(freed), float(added_us), str(reason))
+            for storage, is_kept, freed, added_us, reason in data["decisions"]
+        ),
+        peak_bytes=int(data["peak_bytes"]),
+        recompute_us=float(data["recompute_us"]),
+        bound_us=None if bound_us is None else float(bound_us),
+    )
+
+
+def save_plan(path: Path, plan: Plan) -> None:
+    """Write a plan into a file, compressed if its name ends in .gz."""
+    data = {"schema": SCHEMA, "plan": plan_to_json(plan)}
+    _write(path, data, is_compressed=path.suffix == ".gz")
+
+
+def load_plan(path: Path) -> Plan:
+    """Read what `save_plan` wrote; `Plan.check(graph)` then says whether it is of that graph."""
+    try:
+        content = path.read_bytes()
+        if content.startswith(_GZIP):
+            content = gzip.decompress(content)
+        data = json.loads(content.decode())
+        if data["schema"] != SCHEMA:
+            raise PlanError(
+                f"{path} has schema {data['schema']}, and this version reads {SCHEMA}: "
+                "save the plan anew with rekindle plan MODEL --budget B --save FILE."
+            )
+        return plan_from_json(data["plan"])
+    except FileNotFoundError:
+        raise PlanError(f"there is no file {path}") from None
+    except (OSError, EOFError, ValueError, KeyError, TypeError, IndexError, zlib.error) as error:
+        raise PlanError(
+            f"{path} is no saved plan, or is damaged ({error}): "
+            "save it anew with rekindle plan MODEL --budget B --save FILE."
+        ) from error
+
+
+def _numbers(schedule: Schedule) -> list[int]:
+    """Two numbers an instruction: the op, or -1 - storage for what is freed; and the copy."""
+    numbers: list[int] = []
+    for each in schedule:
+        numbers += (each.op if isinstance(each, Compute) else -1 - each.storage, each.copy)
+    return numbers
+
+
+def _instructions(numbers: list[int]) -> Schedule:
+    if any(type(number) is not int for number in numbers):
+        raise ValueError("its schedule holds something that is no whole number")
+    pairs = zip(numbers[::2], numbers[1::2], strict=True)
+    made: list[Instruction] = [
+        Compute(what, copy) if what >= 0 else Free(-1 - what, copy) for what, copy in pairs
+    ]
+    return tuple(made)
+
+
+def _write(path: Path, data: dict[str, Any], *, is_compressed: bool) -> None:
+    text = json.dumps(data, separators=(",", ":")).encode()
+    # written aside first, so that an interrupted write leaves no half file; mtime=0: same bytes
+    aside = path.with_name(path.name + ".part")
+    with aside.open("wb") as raw:
+        if is_compressed:
+            with gzip.GzipFile("", "wb", mtime=0, fileobj=raw) as file:
+                file.write(text)
+        else:
+            raw.write(text)
+    aside.replace(path)
 
 
 def _portable(filename: str) -> str:

@@ -70,7 +70,7 @@ class Lowered:
             changes -= np.bincount(table[:, 1] + 1, weights=nbytes, minlength=n + 1)
         cells = np.cumsum(changes)[:n].astype(np.int64)
         is_copy = self.copies > 0
-        workspaces = problem.profile.workspaces_bytes[self.ops]
+        workspaces = problem.workspaces[self.ops]
         rest = np.where(is_copy, problem.between[self.anchor] + workspaces, problem.base[self.ops])
         return cells + rest
 
@@ -87,7 +87,10 @@ def keep_all(problem: Problem) -> Choices:
 
 def choices(problem: Problem, kept: Iterable[int]) -> Choices:
     """Keep these cells and those that must be kept; drop the others, and hold what is computed."""
-    keep = [must or not size for must, size in zip(problem.must_keep, problem.bytes, strict=True)]
+    keep = list(problem.must_keep)
+    for cell, nbytes in enumerate(problem.bytes):
+        if not nbytes and problem.can_keep[cell]:
+            keep[cell] = True
     for cell in kept:
         keep[cell] = problem.can_keep[cell] or keep[cell]
     return Choices(keep, [0] * problem.n_cells)
@@ -136,11 +139,14 @@ class _Lowering:
         copy = len(self.bursts) + 1
         start = reader + self.extra
         made: dict[int, _Instance] = {}  # by storage
+        written: set[int] = set()
         fleeting = []
         for position, op in enumerate(ops, start):
             for cell in problem.reads[op]:
-                instance = made.get(problem.storage[cell]) or self._instance(cell)
+                own = cell in written
+                instance = made[problem.storage[cell]] if own else self._instance(cell)
                 instance.end = position
+            written.update(problem.writes[op])
             for cell in problem.writes[op]:
                 storage = problem.storage[cell]
                 if storage not in made:
@@ -177,7 +183,7 @@ class _Lowering:
         return self.available.get(cell) or self.original[self.problem.storage[cell]]
 
     def _finished(self) -> Lowered:
-        n_ops = len(self.problem.graph.ops)
+        n_ops = self.problem.n_ops
         inserted = np.zeros(n_ops, dtype=np.int64)
         for reader, ops in self.bursts:
             inserted[reader] = len(ops)
@@ -237,22 +243,23 @@ class _Emitter:
         return ends
 
     def compute(self, index: int, copy: int) -> None:
-        op = self.graph.ops[index]
-        versions = dict(self.flow.reads[index])
+        op, flow = self.graph.ops[index], self.flow
+        inputs = flow.copy_inputs[index] if copy else dict.fromkeys((*op.inputs, *op.mutates))
+        versions = dict(flow.copy_reads[index] if copy else flow.reads[index])
         seen: dict[int, _Copy] = {}
-        for value in dict.fromkeys((*op.inputs, *op.mutates)):
+        for value in inputs:
             storage = self.graph.values[value].storage
             if storage in self.managed:
                 seen[storage] = self.provide(value, versions[storage])
         self.made.append(Compute(index, copy))
-        for storage in self.flow.mutates[index]:
+        for storage in flow.mutates[index]:
             if storage in seen:
                 seen[storage].version += 1
-        for storage in self.flow.makes[index]:
+        for storage in flow.copy_makes[index] if copy else flow.makes[index]:
             if storage in self.managed:
                 seen[storage] = _Copy(copy, 1, set())
                 self.living.setdefault(storage, []).append(seen[storage])
-        for value in op.outputs:
+        for value in op.outputs if not (copy and op.copy_target) else op.outputs[:1]:
             if (storage := self.graph.values[value].storage) in seen:
                 seen[storage].values.add(value)
 
@@ -266,11 +273,20 @@ class _Emitter:
         for copy in reversed(fitting):
             if value in copy.values:
                 return copy
-        found = fitting[-1]
+        self.look(value, fitting[-1])
+        return fitting[-1]
+
+    def look(self, value: int, copy: _Copy) -> None:
+        """Take a view of a copy; it may have been taken before the storage was last changed."""
         producer = self.graph.values[value].producer
         assert producer is not None  # managed storages are made in the step
-        self.compute(producer, found.number)
-        return found
+        op = self.graph.ops[producer]
+        for base in op.inputs:
+            same = self.graph.values[base].storage == self.graph.values[value].storage
+            if same and base not in copy.values:
+                self.look(base, copy)
+        self.made.append(Compute(producer, copy.number))
+        copy.values.update(op.outputs)
 
 
 @dataclass(slots=True)

@@ -32,8 +32,8 @@ class Problem:
     For each cell: its storage, its `bytes`, the op that writes it (`writer`), the last op that
     touches its storage before the gap (`last_use`), and the later ops that read it (`needs`).
     `must_keep` are the cells that nothing can compute again; `can_keep` is false for versions that
-    are overwritten. For each op, `reads` and `writes` are its cells, and `also_makes` the storages it
-    makes that are no cells (outputs of the step).
+    are overwritten. Of a recomputation of each op, `reads` and `writes` are the cells,
+    `also_makes` the storages it makes that are no cells (outputs of the step), `times` the µs.
 
     `base` is what is there at each op whatever is decided, its own outputs and workspace included;
     `between` what is there just before it. The cells' own bytes are in neither.
@@ -51,24 +51,21 @@ class Problem:
     reads: list[list[int]]
     writes: list[list[int]]
     also_makes: list[list[int]]
+    times: list[float]
+    workspaces: Ints
     base: Ints
     between: Ints
     sizes: Ints
 
     @property
+    def n_ops(self) -> int:
+        """How many ops there are."""
+        return len(self.base)
+
+    @property
     def n_cells(self) -> int:
         """How many cells there are."""
         return len(self.storage)
-
-    @cached_property
-    def times(self) -> list[float]:
-        """The time of each op, in µs."""
-        return [float(us) for us in self.profile.times_us]
-
-    @cached_property
-    def workspaces(self) -> list[int]:
-        """The workspace of each op."""
-        return [int(nbytes) for nbytes in self.profile.workspaces_bytes]
 
     @cached_property
     def readers(self) -> list[tuple[int, list[int]]]:
@@ -82,7 +79,7 @@ class Problem:
     @cached_property
     def first_need(self) -> list[int]:
         """The first op that reads each cell across its gap; the number of ops where none does."""
-        return [needs[0] if needs else len(self.graph.ops) for needs in self.needs]
+        return [needs[0] if needs else self.n_ops for needs in self.needs]
 
     @cached_property
     def droppable(self) -> list[int]:
@@ -105,7 +102,8 @@ def problem_of(graph: StepGraph, profile: Profile) -> Problem:
     n_ops = len(graph.ops)
     storages = _managed(graph)
     cell_of: dict[tuple[int, int], int] = {}
-    storage, writer = [], []
+    storage: list[int] = []
+    writer: list[int] = []
     writes: list[list[int]] = [[] for _ in graph.ops]
     reads: list[list[int]] = [[] for _ in graph.ops]
     for op in graph.ops:
@@ -119,13 +117,18 @@ def problem_of(graph: StepGraph, profile: Profile) -> Problem:
                 writes[op.index].append(len(storage))
                 storage.append(s)
                 writer.append(op.index)
-    last_version = {s: version for s, version in cell_of}
+    last_version = dict(cell_of.keys())
     can_keep = [False] * len(storage)
     for (s, version), cell in cell_of.items():
         can_keep[cell] = last_version[s] == version
-    last_use, needs = _uses(graph, storage, reads, writer, can_keep)
+    last_use, needs = _uses(graph, storage, reads, writer)
+    reads = [[cell_of[r] for r in flow.copy_reads[op.index] if r in cell_of] for op in graph.ops]
+    writes = [
+        [c for c in cells if storage[c] in (*flow.copy_makes[i], *flow.mutates[i])]
+        for i, cells in enumerate(writes)
+    ]
     must_keep = _must_keep(graph, storages, len(storage), reads, writes, can_keep)
-    also_makes = [[s for s in flow.makes[op.index] if s not in storages] for op in graph.ops]
+    also_makes = [[s for s in flow.copy_makes[op.index] if s not in storages] for op in graph.ops]
     base, between = _base(graph, profile, sizes, storages, n_ops, liveness.birth, liveness.death)
     return Problem(
         graph=graph,
@@ -140,6 +143,8 @@ def problem_of(graph: StepGraph, profile: Profile) -> Problem:
         reads=reads,
         writes=writes,
         also_makes=also_makes,
+        times=[float(us) for us in profile.copy_times_us],
+        workspaces=profile.workspaces_bytes,
         base=base,
         between=between,
         sizes=sizes,
@@ -171,7 +176,6 @@ def _uses(
     storage: list[int],
     reads: list[list[int]],
     writer: list[int],
-    can_keep: list[bool],
 ) -> tuple[list[int], list[list[int]]]:
     """The last use of each cell's storage before the gap, and the reads after it.
 
@@ -202,13 +206,13 @@ def _must_keep(
 ) -> list[bool]:
     """Cells that cannot be computed again: their op may not run again, or what it read is gone."""
     flow, liveness = dataflow(graph), analyze(graph)
-    must = [False] * n_cells
+    must = [True] * n_cells
     for op in graph.ops:
         if not writes[op.index]:
             continue
         gone = any(must[cell] and not can_keep[cell] for cell in reads[op.index]) or any(
             not (liveness.is_output[s] and flow.last_version[s] == version)
-            for s, version in flow.reads[op.index]
+            for s, version in flow.copy_reads[op.index]
             if s not in managed and not liveness.is_resident[s]
         )
         for cell in writes[op.index]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rekindle.core.dataflow import dataflow
-from rekindle.core.schedule import Decision, Plan
+from rekindle.core.schedule import Compute, Decision, Plan
 from rekindle.errors import InfeasibleBudget
 from rekindle.plan.lower import Choices, Lowered, lower, to_schedule
 from rekindle.plan.problem import Problem
@@ -18,28 +18,53 @@ def finish(
     budget_bytes: int,
     bound_us: float | None = None,
 ) -> Plan:
-    """The plan that these choices make; raises InfeasibleBudget if it needs more than the budget."""
+    """The plan these choices make; raises InfeasibleBudget if it needs more than the budget."""
     lowered = lower(problem, chosen)
     if lowered.peak_bytes > budget_bytes:
         raise InfeasibleBudget(budget_bytes=budget_bytes, least_peak_bytes=lowered.peak_bytes)
-    return Plan(
+    return write_up(
+        problem,
+        chosen.keep,
+        lowered,
         planner=planner,
-        fingerprint=problem.graph.fingerprint,
         budget_bytes=budget_bytes,
-        schedule=to_schedule(lowered),
-        decisions=tuple(_decisions(problem, chosen, lowered)),
-        peak_bytes=lowered.peak_bytes,
-        recompute_us=lowered.recompute_us,
         bound_us=bound_us,
     )
 
 
-def _decisions(problem: Problem, chosen: Choices, lowered: Lowered) -> list[Decision]:
-    added_us = _added_us(problem, chosen, lowered)
+def write_up(
+    problem: Problem,
+    keep: list[bool],
+    lowered: Lowered,
+    *,
+    planner: str,
+    budget_bytes: int,
+    bound_us: float | None = None,
+) -> Plan:
+    """A lowered plan with its schedule and decisions; `keep` are the cells that stay.
+
+    The time it adds is the schedule's: views that are made again count, if they take any.
+    """
+    schedule = to_schedule(lowered)
+    again = [step.op for step in schedule if isinstance(step, Compute) and step.copy]
+    return Plan(
+        planner=planner,
+        fingerprint=problem.graph.fingerprint,
+        budget_bytes=budget_bytes,
+        schedule=schedule,
+        decisions=tuple(_decisions(problem, keep, lowered)),
+        peak_bytes=lowered.peak_bytes,
+        recompute_us=float(problem.profile.copy_times_us[again].sum()),
+        bound_us=bound_us,
+    )
+
+
+def _decisions(problem: Problem, keep: list[bool], lowered: Lowered) -> list[Decision]:
+    added_us = _added_us(problem, keep, lowered)
     times = _times_computed(problem, lowered)
     return [
         _kept(problem, cell)
-        if chosen.keep[cell]
+        if keep[cell]
         else _dropped(problem, cell, added_us.get(cell, 0.0), times.get(cell, 0))
         for cell in problem.activations
     ]
@@ -85,7 +110,7 @@ def _times_computed(problem: Problem, lowered: Lowered) -> dict[int, int]:
     return counts
 
 
-def _added_us(problem: Problem, chosen: Choices, lowered: Lowered) -> dict[int, float]:
+def _added_us(problem: Problem, keep: list[bool], lowered: Lowered) -> dict[int, float]:
     """The recomputed time by the dropped activation it is spent on.
 
     An op's time goes to the largest dropped activation it computes; that of an op that only leads
@@ -96,7 +121,7 @@ def _added_us(problem: Problem, chosen: Choices, lowered: Lowered) -> dict[int, 
     owner_of: dict[tuple[int, int], int] = {}  # by burst and cell: whom a reader works for
     for position in reversed(positions):
         op, burst = int(lowered.ops[position]), int(lowered.copies[position])
-        own = [c for c in problem.writes[op] if problem.needs[c] and not chosen.keep[c]]
+        own = [c for c in problem.writes[op] if problem.needs[c] and not keep[c]]
         passed = [owner_of[burst, c] for c in problem.writes[op] if (burst, c) in owner_of]
         if not own and not passed:
             continue

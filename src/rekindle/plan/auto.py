@@ -1,0 +1,194 @@
+"""The planner people use: the best of all, with a proof of how good it is.
+
+Most steps are chains of blocks: the dynamic program over segments (`chain`) finds plans within a
+few parts in a thousand of the bound there. What the other planners would choose is tried as well,
+so that `auto` is never worse than any of them; small steps are solved to the optimum (`ilp`). Room
+that is left is put to use by a local search against the exact simulation (`polish`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+
+from rekindle.core.cost import Profile
+from rekindle.core.ir import StepGraph
+from rekindle.core.schedule import Plan
+from rekindle.errors import InfeasibleBudget
+from rekindle.plan import chen, ilp, mutwo
+from rekindle.plan.bound import Bound
+from rekindle.plan.chain import Chain
+from rekindle.plan.cut import CutNetwork
+from rekindle.plan.lower import Choices, Lowered, choices, keep_all, lower
+from rekindle.plan.mincut import cheapest_cut
+from rekindle.plan.polish import fit, polish
+from rekindle.plan.problem import Problem, problem_of
+from rekindle.plan.result import write_up
+
+_TIGHTENINGS = 4  # how often the chain is asked again for less where it went over
+_LOWERINGS = (0.05, 0.02, 0.01, 0.005, 0.002)  # by how much a still lower peak is asked for
+_MOST_FOR_MUTWO = 150  # activations: beyond, its greedy order costs more than it brings
+_MOST_FOR_ILP = 1500  # decisions of the integer program
+
+
+def plan_auto(graph: StepGraph, profile: Profile, budget_bytes: int) -> Plan:
+    """The cheapest plan found within the budget, and a lower bound on what any plan must add."""
+    return session(graph, profile).plan(budget_bytes)
+
+
+def session(graph: StepGraph, profile: Profile) -> Session:
+    """The session of a step; made once, so that a second budget costs much less than the first."""
+    known: Session | None = graph.__dict__.get("_auto")  # as cached_property does
+    if known is None or known.problem.profile is not profile:
+        known = graph.__dict__["_auto"] = Session(problem_of(graph, profile))
+    return known
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """One way to run the step. `chosen` is None where it cannot be said by choices."""
+
+    keep: list[bool]
+    lowered: Lowered
+    chosen: Choices | None
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes allocated at any position."""
+        return self.lowered.peak_bytes
+
+    @property
+    def added_us(self) -> float:
+        """The time spent on recomputation."""
+        return self.lowered.recompute_us
+
+
+class Session:
+    """What `auto` knows of one step: all it has tried, and what does not depend on the budget."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.network = CutNetwork(problem)
+        self.bound = Bound(problem, self.network)
+        self.tried: list[Candidate] = []
+
+    def plan(self, budget_bytes: int) -> Plan:
+        """The cheapest plan found within the budget."""
+        best = self.best(budget_bytes)
+        if best is None:
+            least = self.least.peak_bytes
+            raise InfeasibleBudget(budget_bytes=budget_bytes, least_peak_bytes=least)
+        bound_us = min(self.bound.added_us(budget_bytes), best.added_us)
+        return write_up(
+            self.problem,
+            best.keep,
+            best.lowered,
+            planner="auto",
+            budget_bytes=budget_bytes,
+            bound_us=bound_us,
+        )
+
+    def best(self, budget_bytes: int) -> Candidate | None:
+        """The cheapest candidate that fits; None where none does."""
+        plain = self._candidate(keep_all(self.problem))
+        if plain.peak_bytes <= budget_bytes:
+            return plain
+        self.tried += [*self.at_any_budget, *self._at(budget_bytes)]
+        if self._cheapest(budget_bytes) is None:
+            self.tried.append(self.least)
+        self.tried = self._undominated()
+        self.tried += list(self._improved(budget_bytes))
+        return self._cheapest(budget_bytes)
+
+    def _improved(self, budget_bytes: int) -> Iterator[Candidate]:
+        """What local search makes of the cheapest that fits, and of the next that does not."""
+        found = [self._cheapest(budget_bytes)]
+        beyond = [each for each in self.tried if each.peak_bytes > budget_bytes]
+        if beyond and not self.is_small and (chosen := beyond[0].chosen):
+            found.append(self._candidate(fit(self.problem, chosen, budget_bytes)))
+        for each in found:
+            if each and each.chosen and each.peak_bytes <= budget_bytes:
+                yield each
+                yield self._candidate(polish(self.problem, each.chosen, budget_bytes))
+
+    @cached_property
+    def chain(self) -> Chain:
+        """The step as a chain of blocks."""
+        return Chain(self.problem)
+
+    @cached_property
+    def at_any_budget(self) -> list[Candidate]:
+        """What the planners choose that do not look at the budget."""
+        problem = self.problem
+        chosen = [choices(problem, ()), *chen.sqrt_choices(problem)]
+        chosen += [chen.recursive_choices(problem), chen.selective_choices(problem)]
+        return [self._candidate(each) for each in chosen]
+
+    @cached_property
+    def least(self) -> Candidate:
+        """The candidate of least peak; of several, the cheapest."""
+        if self.is_small:
+            return self._exact(None)
+        known = [*self.at_any_budget, self._candidate(self.chain.least_peak())]
+        best = min(known, key=_peak_first)
+        for share in _LOWERINGS:
+            assert best.chosen is not None
+            asked = int(best.peak_bytes * (1 - share))
+            tried = self._candidate(fit(self.problem, best.chosen, asked))
+            best = min(best, tried, key=_peak_first)
+        return best
+
+    @cached_property
+    def is_small(self) -> bool:
+        """Whether the integer program is quick."""
+        return ilp.n_decisions(self.problem) <= _MOST_FOR_ILP
+
+    def _at(self, budget_bytes: int) -> Iterator[Candidate]:
+        """What the planners choose that look at the budget."""
+        problem = self.problem
+        if self.is_small:
+            with suppress(InfeasibleBudget):
+                yield self._exact(budget_bytes)
+            return
+        asked = budget_bytes
+        for _ in range(_TIGHTENINGS):
+            chosen = self.chain.solve(asked)
+            if chosen is None:
+                break
+            candidate = self._candidate(chosen)
+            yield candidate
+            if candidate.peak_bytes <= budget_bytes:
+                break
+            asked -= candidate.peak_bytes - budget_bytes
+        cut, _ = cheapest_cut(problem, budget_bytes, self.network)
+        if cut is not None:
+            yield self._candidate(cut)
+        if len(problem.droppable) <= _MOST_FOR_MUTWO:
+            greedy = mutwo.greedy_choices(problem, budget_bytes)
+            if greedy is not None:
+                yield self._candidate(greedy)
+
+    def _candidate(self, chosen: Choices) -> Candidate:
+        return Candidate(chosen.keep, lower(self.problem, chosen), chosen)
+
+    def _exact(self, budget_bytes: int | None) -> Candidate:
+        lowered = ilp.optimum(self.problem, budget_bytes)
+        return Candidate(ilp.survivors(self.problem, lowered), lowered, None)
+
+    def _cheapest(self, budget_bytes: int) -> Candidate | None:
+        fitting = [each for each in self.tried if each.peak_bytes <= budget_bytes]
+        return min(fitting, key=lambda each: (each.added_us, each.peak_bytes), default=None)
+
+    def _undominated(self) -> list[Candidate]:
+        """Those of the tried that are cheaper than all with a lower peak."""
+        front: list[Candidate] = []
+        for each in sorted(self.tried, key=_peak_first):
+            if not front or each.added_us < front[-1].added_us:
+                front.append(each)
+        return front
+
+
+def _peak_first(candidate: Candidate) -> tuple[int, float]:
+    return candidate.peak_bytes, candidate.added_us

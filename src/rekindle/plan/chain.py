@@ -1,0 +1,147 @@
+"""The best way through the chain of segments: dynamic programming over blocks and bytes kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from rekindle.plan.blocks import Blocks, Segment
+from rekindle.plan.lower import Choices, choices
+from rekindle.plan.options import Shape, shapes
+from rekindle.plan.problem import Floats, Ints, Problem
+
+LENGTHS = (1, 2, 3, 4, 6, 8, 12)  # of segments, in blocks
+MOST_CELLS = 500  # of a segment of more than three blocks, on average: the blocks are long then
+MOST_STATES = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One way to plan the blocks first…last-1: bytes kept, bytes needed meanwhile, time added."""
+
+    first: int
+    last: int
+    kept_bytes: int
+    peak_bytes: int
+    added_us: float
+    segment: Segment
+    shape: Shape
+
+
+class Chain:
+    """A problem's segments with their options; made once, solved for many budgets."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.blocks = Blocks(problem)
+        known: dict[tuple[object, ...], list[Shape]] = {}
+        self.options: list[list[Option]] = [[] for _ in range(self.blocks.n_blocks + 1)]
+        usual = problem.n_cells / self.blocks.n_blocks
+        for length in (n for n in LENGTHS if n <= 3 or n * usual <= MOST_CELLS):
+            for first in range(self.blocks.n_blocks - length + 1):
+                segment = self.blocks.segment(first, first + length)
+                if segment.signature not in known:
+                    known[segment.signature] = shapes(segment)
+                times = np.array(segment.problem.times)
+                base = segment.problem.base
+                for shape in known[segment.signature]:
+                    self.options[first + length].append(
+                        Option(
+                            first,
+                            first + length,
+                            shape.kept_bytes,
+                            int((shape.live + base).max(initial=0)),
+                            float(times[shape.again].sum()),
+                            segment,
+                            shape,
+                        )
+                    )
+
+    def solve(self, budget_bytes: int) -> Choices | None:
+        """The choices of least added time whose peak, segment by segment, is within the budget."""
+
+        def step(before: _States, option: Option) -> tuple[int, Floats]:
+            fits = np.searchsorted(before.kept, budget_bytes - option.peak_bytes, side="right")
+            return int(fits), before.cost[:fits] + option.added_us
+
+        return self._best(step)
+
+    def least_peak(self) -> Choices:
+        """The choices of least peak, whatever time they add."""
+
+        def step(before: _States, option: Option) -> tuple[int, Floats]:
+            return len(before.kept), np.maximum(before.cost, before.kept + option.peak_bytes)
+
+        found = self._best(step)
+        assert found is not None  # without a budget, something always fits
+        return found
+
+    def _best(self, step: Step) -> Choices | None:
+        states = [_START]
+        for last in range(1, self.blocks.n_blocks + 1):
+            states.append(_reached(states, self.options[last], step))
+        return self._choices(self._path(states)) if len(states[-1].kept) else None
+
+    def _path(self, states: list[_States]) -> list[Option]:
+        path = []
+        block, index = self.blocks.n_blocks, int(np.argmin(states[-1].cost))
+        while block:
+            at = states[block]
+            option = self.options[block][at.option[index]]
+            path.append(option)
+            block, index = option.first, int(at.parent[index])
+        return path
+
+    def _choices(self, path: list[Option]) -> Choices:
+        problem = self.problem
+        whole = choices(problem, ())
+        for option in path:
+            chosen = option.shape.chosen
+            ops = [0, *option.segment.ops[1:], problem.n_ops]  # where 0 is from the start
+            for local, cell in enumerate(option.segment.cells):
+                whole.keep[cell] = chosen.keep[local]
+                whole.hold_from[cell] = ops[chosen.hold_from[local]]
+        return whole
+
+
+@dataclass(frozen=True)
+class _States:
+    """Ways to have planned the blocks so far: bytes kept and cost, none beaten in both."""
+
+    kept: Ints
+    cost: Floats
+    option: Ints
+    parent: Ints
+
+
+_ZERO = np.zeros(1, dtype=np.int64)
+_START = _States(kept=_ZERO, cost=np.zeros(1), option=_ZERO, parent=_ZERO)
+
+# From the states before an option: how many of them, by bytes kept, allow it, and their new costs.
+Step = Callable[[_States, Option], tuple[int, Floats]]
+
+
+def _reached(states: list[_States], options: list[Option], step: Step) -> _States:
+    """The states after a block, over all options that end with it."""
+    kept, cost, number, parent = [], [], [], []
+    for index, option in enumerate(options):
+        before = states[option.first]
+        fits, costs = step(before, option)
+        kept.append(before.kept[:fits] + option.kept_bytes)
+        cost.append(costs)
+        number.append(np.full(fits, index))
+        parent.append(np.arange(fits))
+    all_kept, all_cost = np.concatenate(kept), np.concatenate(cost)
+    order = np.lexsort((all_cost, all_kept))
+    least = np.minimum.accumulate(all_cost[order])
+    order = order[np.flatnonzero(np.diff(least, prepend=np.inf) < 0)]  # cheaper than all smaller
+    if len(order) > MOST_STATES:
+        order = order[np.linspace(0, len(order) - 1, MOST_STATES).astype(np.int64)]
+    return _States(
+        all_kept[order],
+        all_cost[order],
+        np.concatenate(number)[order],
+        np.concatenate(parent)[order],
+    )
