@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,13 +15,18 @@ NAMES = [
     "CaptureError",
     "CapturedStep",
     "Device",
+    "InfeasibleBudget",
+    "InvalidSchedule",
     "ModelError",
+    "Plan",
+    "PlanError",
     "ProfileError",
     "RekindleError",
     "TrainStep",
     "add_device",
     "capture",
     "optimize",
+    "plan",
     "profile",
     "simulate",
 ]
@@ -33,7 +41,10 @@ SIGNATURES = {
         "(captured: CapturedStep | TrainStep, *, device: str | None = None, cache: bool = True, "
         "runs: int = 3, progress: Callable[[str], None] | None = None) -> Profile"
     ),
-    "simulate": "(graph: StepGraph, profile: Profile) -> Trace",
+    "plan": (
+        "(graph: StepGraph, profile: Profile, *, budget: str | int, planner: str = auto) -> Plan"
+    ),
+    "simulate": "(graph: StepGraph, profile: Profile, plan: Plan | None = None) -> Trace",
     "add_device": "(device: Device) -> None",
 }
 
@@ -60,3 +71,43 @@ def test_every_error_is_a_rekindle_error() -> None:
     for name in NAMES:
         if name.endswith("Error"):
             assert issubclass(getattr(rekindle, name), rekindle.RekindleError)
+    for name in ("InfeasibleBudget", "InvalidSchedule"):
+        assert issubclass(getattr(rekindle, name), rekindle.PlanError)
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "import rekindle",
+        "import rekindle.plan",
+        "import rekindle.plan.lower",
+        "from rekindle.plan import PLANNERS",
+        "from rekindle.plan.simple import plan_none",
+        "import rekindle.api",
+    ],
+)
+def test_plan_is_the_verb_whatever_is_imported_first(first: str) -> None:
+    """`rekindle.plan` is a function beside a package of the same name, which can be imported."""
+    code = (
+        f"{first}\n"
+        "import rekindle\n"
+        "from rekindle.plan import PLANNERS, lower\n"
+        "from rekindle.plan.curve import trade_off\n"
+        "import importlib, rekindle.plan.result\n"
+        "assert rekindle.plan is rekindle.api.plan, rekindle.plan\n"
+        "assert 'none' in PLANNERS and lower.lower\n"
+        "assert importlib.import_module('rekindle.plan').PLANNERS is PLANNERS\n"
+    )
+    path = str(Path(rekindle.__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": path, "PATH": ""},
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_plan_is_the_verb_here() -> None:
+    assert rekindle.plan is rekindle.api.plan

@@ -9,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rekindle.errors import RekindleError, UnitError
-from rekindle.units import format_bytes, format_count, format_us, parse_bytes
+from rekindle.units import (
+    format_budget,
+    format_bytes,
+    format_count,
+    format_us,
+    parse_budget,
+    parse_bytes,
+)
 
 
 @pytest.mark.parametrize(
@@ -96,4 +103,46 @@ def test_what_is_no_amount_is_refused_with_the_accepted_forms(text: Any) -> None
 
 @given(st.integers(min_value=0, max_value=1 << 50))
 def test_what_is_printed_reads_back_within_half_a_percent(nbytes: int) -> None:
-    assert parse_bytes(format_bytes(nbytes)) == pytest.approx(nbytes, rel=0.0051)
+    assert parse_bytes(format_bytes(nbytes)) == pytest.approx(nbytes, rel=0.0051, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("budget", "nbytes"),
+    [
+        (4096, 4096),
+        ("4096", 4096),
+        ("8GiB", 8 << 30),
+        (" 1.5 gb ", 1_500_000_000),
+        ("60%", 600_000_000),
+        ("12.5 %", 125_000_000),
+        ("100%", 1_000_000_000),
+        ("140%", 1_400_000_000),
+        ("33.3333333333%", 333_333_333),
+    ],
+)
+def test_parse_budget(budget: str | int, nbytes: int) -> None:
+    assert parse_budget(budget, 1_000_000_000) == nbytes
+
+
+@pytest.mark.parametrize(
+    "budget",
+    [
+        *("", " ", "lots", "8 potatoes", "-1GiB", "-60%", "%", "60%%", "60% of it", "1e9", "1/2"),
+        *("nan", "nan%", "inf", "0", "0GiB", "0%", "0.0 %", "0.5B", 0, -1, 0.6, True, None, "٣%"),
+    ],
+)
+def test_what_is_not_a_budget(budget: Any) -> None:
+    with pytest.raises(UnitError) as caught:
+        parse_budget(budget, 1 << 40)
+    message = str(caught.value)
+    assert message.startswith(f"{budget!r} is not a budget: ")
+    for form in ("'8GiB'", "'60%'", "8589934592"):
+        assert form in message
+
+
+@given(st.integers(1, 1 << 55))
+def test_a_budget_that_is_shown_is_enough(nbytes: int) -> None:
+    """And no more than a thousandth too much."""
+    read = parse_budget(format_budget(nbytes), plain_peak_bytes=1)
+    assert nbytes <= read <= nbytes * 1.001
+    assert len(format_budget(nbytes)) <= 12

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from rekindle.core.cost import OpCost, Profile
 from rekindle.core.ir import Op, Phase, Role, Source, StepGraph, Storage, Value
+from rekindle.core.schedule import Compute, Decision, Free, Plan
 from rekindle.core.simulate import Trace, simulate
 
 MIB = 1 << 20
@@ -97,3 +98,24 @@ def tiny_step(graph: StepGraph | None = None) -> tuple[StepGraph, Profile, Trace
     graph = graph or tiny_graph()
     profile = tiny_profile(graph)
     return graph, profile, simulate(graph, profile)
+
+
+def tiny_plan(graph: StepGraph | None = None) -> Plan:
+    """The tiny step with its one activation dropped: mm and relu run again before op 4."""
+    graph = graph or tiny_graph()
+    schedule = (
+        *(Compute(0), Compute(1), Free(2), Compute(2), Free(3), Compute(3), Free(4)),
+        *(Compute(0, 1), Compute(1, 1), Free(2, 1), Compute(4), Free(3, 1)),
+        *(Compute(5), Free(6), Compute(6), Free(7)),
+    )
+    decision = Decision(3, False, 4 * MIB, 120.0, "idle for 40.0 µs; computed again by hand")
+    return Plan(
+        planner="by hand",
+        fingerprint=graph.fingerprint,
+        budget_bytes=8 * MIB,
+        schedule=schedule,
+        decisions=(decision,),
+        peak_bytes=PEAK_BYTES,
+        recompute_us=120.0,
+        bound_us=100.0,
+    )

@@ -1,8 +1,17 @@
 """Rekindle fits a PyTorch training step into the memory you have."""
 
-from rekindle.api import capture, optimize, profile, simulate
+from rekindle.api import capture, optimize, plan, profile, simulate
 from rekindle.core.devices import Device, add_device
-from rekindle.errors import CaptureError, ModelError, ProfileError, RekindleError
+from rekindle.core.schedule import Plan
+from rekindle.errors import (
+    CaptureError,
+    InfeasibleBudget,
+    InvalidSchedule,
+    ModelError,
+    PlanError,
+    ProfileError,
+    RekindleError,
+)
 from rekindle.fx.step import CapturedStep, TrainStep
 
 __version__ = "0.1.0"
@@ -11,13 +20,18 @@ __all__ = [
     "CaptureError",
     "CapturedStep",
     "Device",
+    "InfeasibleBudget",
+    "InvalidSchedule",
     "ModelError",
+    "Plan",
+    "PlanError",
     "ProfileError",
     "RekindleError",
     "TrainStep",
     "add_device",
     "capture",
     "optimize",
+    "plan",
     "profile",
     "simulate",
 ]

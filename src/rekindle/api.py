@@ -13,12 +13,15 @@ from rekindle.core.cost import Profile
 from rekindle.core.devices import Device, find_device
 from rekindle.core.ir import StepGraph
 from rekindle.core.roofline import analytic_profile
+from rekindle.core.schedule import Plan
 from rekindle.core.simulate import Trace
 from rekindle.core.simulate import simulate as simulate_step
 from rekindle.errors import ProfileError
 from rekindle.fx import cache as profile_cache
 from rekindle.fx import measure
 from rekindle.fx.step import CapturedStep, TrainStep
+from rekindle.plan.named import find_planner
+from rekindle.units import parse_budget
 
 
 def capture(
@@ -140,8 +143,34 @@ def _forecast(captured: CapturedStep, device: Device) -> Profile:
     return replace(found, method=f"{found.method}; {trust}")
 
 
-def simulate(graph: StepGraph, profile: Profile) -> Trace:
-    """The step's memory and time at every position, from a profile; nothing is run.
+def plan(graph: StepGraph, profile: Profile, *, budget: str | int, planner: str = "auto") -> Plan:
+    """Decide what to keep and what to compute again, so that a step stays within a budget.
+
+    The budget bounds all that is allocated during the step. It is a number of bytes, text with a
+    unit (`"8GiB"`), or a share of the plain step's own peak (`"60%"`). Raises InfeasibleBudget
+    where the planner finds no such plan; that error carries the least peak it found.
+
+    >>> model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)])
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> def train_step(model, optimizer, batch):
+    ...     model(batch).square().mean().backward()
+    ...     optimizer.step()
+    ...     optimizer.zero_grad()
+    >>> batch = torch.ones(4096, 64)
+    >>> captured = capture(train_step, model, optimizer, batch, as_on_gpu=True)
+    >>> costs = profile(captured, device="H200")
+    >>> made = plan(captured.graph, costs, budget="100%", planner="none")
+    >>> made.recompute_us, made.peak_bytes <= made.budget_bytes
+    (0.0, True)
+    """
+    make = find_planner(planner)
+    made = make(graph, profile, parse_budget(budget, simulate_step(graph, profile).peak_bytes))
+    made.check(graph)
+    return made
+
+
+def simulate(graph: StepGraph, profile: Profile, plan: Plan | None = None) -> Trace:
+    """The step's memory and time at every position, plain or as planned; nothing is run.
 
     >>> model = nn.Linear(4, 2)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -154,4 +183,4 @@ def simulate(graph: StepGraph, profile: Profile) -> Trace:
     >>> trace.peak_bytes > sum(storage.nbytes for storage in captured.graph.storages[:3])
     True
     """
-    return simulate_step(graph, profile)
+    return simulate_step(graph, profile, plan)

@@ -10,11 +10,12 @@ import platform
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from time import perf_counter
 from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 import rekindle
 from rekindle import models
@@ -23,27 +24,46 @@ from rekindle.core.cost import Profile
 from rekindle.core.devices import find_device
 from rekindle.core.ir import StepGraph
 from rekindle.core.roofline import analytic_profile
-from rekindle.core.serial import load_profile, save_profile
-from rekindle.errors import ModelError, RekindleError
+from rekindle.core.serial import load_profile, save_plan, save_profile
+from rekindle.errors import InfeasibleBudget, ModelError, PlanError, RekindleError
 from rekindle.fx.compare import Parts, compare
 from rekindle.options import (
     SAVED_SUFFIX,
     STDOUT,
     BatchOption,
+    BudgetOption,
     CsvOption,
     DeviceOption,
     HtmlOption,
     JsonOption,
     ModelArgument,
     NoCacheOption,
+    ParetoOption,
+    PlannerOption,
+    PlannersOption,
     PngOption,
+    PointsOption,
     PrecisionOption,
     RunsOption,
     SaveOption,
+    SavePlanOption,
 )
-from rekindle.report import figures, html, tables, terminal
+from rekindle.plan.curve import trade_offs
+from rekindle.plan.named import find_planner
+from rekindle.report import (
+    figures,
+    html,
+    plan_data,
+    plan_figures,
+    plan_html,
+    plan_terminal,
+    tables,
+    terminal,
+)
 from rekindle.report.data import SCHEMA, comparison_data
+from rekindle.report.plan_summary import summarize_plan
 from rekindle.report.summary import summarize
+from rekindle.units import format_budget
 
 DEMO_MODELS = ("resnet-tiny", "bert-tiny")
 _NAMED_HERE = ("cpu", "cuda")  # any other device is a GPU's name
@@ -62,7 +82,8 @@ def entry(
 ) -> None:
     """Fit a PyTorch training step into the memory you have.
 
-    Today: see where a step's memory and time go, and replay it as one graph, with the same numbers.
+    Today: see where a step's memory and time go, plan what to drop and compute again under a
+    budget, and replay a step as one graph, with the same numbers.
     """
     if version:
         print(f"rekindle {rekindle.__version__}")
@@ -149,11 +170,133 @@ def profile_model(
             tables.write_csv(Path(csv), *step)
     console = _console(json)
     console.print(terminal.profile_summary(summarize(*step, about)))
-    written = [path for path in (html_path, png, csv, save) if path]
-    if written:
-        console.print(f"Written: {', '.join(written)}", soft_wrap=True, markup=False)
+    _print_written(console, html_path, png, csv, save)
     if json:
         _write_json(json, tables.profile_data(*step, about))
+
+
+@app.command("plan")
+def plan_model(
+    model: ModelArgument,
+    budget: BudgetOption = None,
+    planner: PlannerOption = None,
+    pareto: ParetoOption = False,
+    planners: PlannersOption = None,
+    points: PointsOption = None,
+    batch: BatchOption = None,
+    precision: PrecisionOption = None,
+    device: DeviceOption = None,
+    html_path: HtmlOption = None,
+    png: PngOption = None,
+    json: JsonOption = None,
+    save: SavePlanOption = None,
+    runs: RunsOption = None,
+    no_cache: NoCacheOption = False,
+) -> None:
+    """Decide what to keep and what to compute again, so that a step fits into a budget."""
+    one_plan = {"budget": budget, "html": html_path, "save": save}
+    _check_plan_options(pareto, one_plan, planner, {"planners": planners, "points": points})
+    names = [name.strip() for name in (planners or planner or "auto").split(",")]
+    for name in names:
+        find_planner(name)  # an unknown name is refused before the work, not after
+    how = {"batch": batch, "precision": precision, "device": device, "runs": runs}
+    with Console(stderr=True).status(model) as status:
+
+        def tell(stage: str) -> None:
+            status.update(f"{model}: {stage}")
+
+        profiled = _profiled(model, how, cache=not no_cache, tell=tell)
+        if pareto:
+            show = _plan_curves(profiled, names, points or 20, png, tell)
+        else:
+            assert budget is not None
+            show = _plan_one(profiled, budget, names[0], html_path, png, save, tell)
+    console = _console(json)
+    console.print(show.table)
+    _print_written(console, html_path, png, save)
+    if json:
+        _write_json(json, show.data)
+
+
+class _Profiled(NamedTuple):
+    """A step and its costs; `about` says what they are of: model, batch, precision."""
+
+    graph: StepGraph
+    profile: Profile
+    about: dict[str, Any]
+
+
+class _Shown(NamedTuple):
+    """What a command shows: for people, and as JSON."""
+
+    table: RenderableType
+    data: dict[str, Any]
+
+
+def _plan_one(
+    profiled: _Profiled,
+    budget: str,
+    planner: str,
+    html_path: str | None,
+    png: str | None,
+    save: str | None,
+    tell: Callable[[str], None],
+) -> _Shown:
+    graph, profile, about = profiled
+    tell("planning")
+    started = perf_counter()
+    plan = rekindle.plan(graph, profile, budget=budget, planner=planner)
+    seconds = perf_counter() - started
+    plain, planned = rekindle.simulate(graph, profile), rekindle.simulate(graph, profile, plan)
+    summary = summarize_plan(graph, profile, plain, plan, planned, about, seconds)
+    tell("writing")
+    if save:
+        save_plan(Path(save), plan)
+    if html_path:
+        plan_html.write_plan_html(Path(html_path), graph, profile, plain, planned, summary)
+    if png:
+        plan_figures.write_plan_png(Path(png), graph, plain, planned, summary)
+    return _Shown(plan_terminal.plan_summary(summary), plan_data.plan_data(summary))
+
+
+def _plan_curves(
+    profiled: _Profiled,
+    planners: list[str],
+    points: int,
+    png: str | None,
+    tell: Callable[[str], None],
+) -> _Shown:
+    graph, profile, about = profiled
+    plain = summarize(graph, profile, rekindle.simulate(graph, profile), about)
+    curves = trade_offs(
+        graph, profile, planners, points, tell=lambda name: tell(f"planning with {name}")
+    )
+    if png:
+        plan_figures.write_curve_png(Path(png), plain, curves)
+    return _Shown(plan_terminal.curve_table(plain, curves), plan_data.curve_data(plain, curves))
+
+
+def _check_plan_options(
+    pareto: bool, one_plan: dict[str, Any], planner: str | None, many: dict[str, Any]
+) -> None:
+    """Refuse options that do not go together, before the work starts."""
+    if pareto:
+        given = [name for name, value in one_plan.items() if value is not None]
+        if given:
+            raise PlanError(
+                f"--pareto goes through all budgets, and --{given[0]} is for one: leave one out."
+            )
+        if planner is not None and many["planners"] is not None:
+            raise PlanError("--planner names one planner and --planners several: leave one out.")
+        return
+    given = [name for name, value in many.items() if value is not None]
+    if given:
+        raise PlanError(f"--{given[0]} is for the trade-off curve: add --pareto, or leave it out.")
+    if one_plan["budget"] is None:
+        raise PlanError(
+            "how much memory may the step take? Give --budget 8GiB, --budget 60% (of the plain "
+            "step's own peak) or a number of bytes; or --pareto for all budgets."
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -163,6 +306,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ClickException as error:
         problem = error.format_message().rstrip(".")  # type: ignore[attr-defined]
         code = _refuse(f"{problem}. See rekindle --help.")
+    except InfeasibleBudget as error:
+        advice = f"give --budget {format_budget(error.least_peak_bytes)} or more"
+        code = _refuse(f"{str(error).rstrip('.')}; {advice}.")
     except RekindleError as error:
         code = _refuse(str(error))
     except OSError as error:
@@ -173,14 +319,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _refuse(message: str) -> int:
     print(f"rekindle: {message}", file=sys.stderr)
     return 2
-
-
-class _Profiled(NamedTuple):
-    """A step and its costs; `about` says what they are of: model, batch, precision."""
-
-    graph: StepGraph
-    profile: Profile
-    about: dict[str, Any]
 
 
 def _profiled(
@@ -245,6 +383,12 @@ def _compare_model(name: str, steps: int) -> Comparison:
 def _console(json_target: str | None) -> Console:
     """Where tables go: standard output, unless that is for JSON alone."""
     return Console(quiet=json_target == STDOUT, highlight=False)
+
+
+def _print_written(console: Console, *paths: str | None) -> None:
+    written = [path for path in paths if path]
+    if written:
+        console.print(f"Written: {', '.join(written)}", soft_wrap=True, markup=False)
 
 
 def _write_json(target: str | None, content: dict[str, Any]) -> None:

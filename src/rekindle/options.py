@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from rekindle.units import parse_budget
+
 STDOUT = "-"
 SAVED_SUFFIX = ".json.gz"
 
@@ -40,6 +42,19 @@ def _check_saved(target: str | None) -> str | None:
     if target is not None and not target.endswith(SAVED_SUFFIX):
         raise typer.BadParameter(f"{target} must end in {SAVED_SUFFIX}, by which it is recognised")
     return _check_file(target)
+
+
+def _check_plan_file(target: str | None) -> str | None:
+    if target is not None and not target.endswith((".json", SAVED_SUFFIX)):
+        raise typer.BadParameter(f"{target} must end in .json or {SAVED_SUFFIX}")
+    return _check_file(target)
+
+
+def _check_budget(budget: str | None) -> str | None:
+    """Refuse what cannot be read before the work starts; what it comes to is known only later."""
+    if budget is not None:
+        parse_budget(budget, plain_peak_bytes=1 << 62)
+    return budget
 
 
 JsonOption = Annotated[
@@ -101,4 +116,38 @@ RunsOption = Annotated[
 ]
 NoCacheOption = Annotated[
     bool, typer.Option("--no-cache", help="Measure anew, and keep nothing for the next time.")
+]
+BudgetOption = Annotated[
+    str | None,
+    typer.Option(
+        "--budget",
+        metavar="B",
+        callback=_check_budget,
+        help="The memory that the step may take: 8GiB, 500MB, bytes, or 60% of the plain step's "
+        "own peak.",
+    ),
+]
+PlannerOption = Annotated[
+    str | None, typer.Option("--planner", metavar="P", help="Who decides; auto unless told.")
+]
+ParetoOption = Annotated[
+    bool,
+    typer.Option("--pareto", help="Peak against added time at all budgets, in place of one plan."),
+]
+PlannersOption = Annotated[
+    str | None,
+    typer.Option("--planners", metavar="P,Q,…", help="With --pareto: the planners to compare."),
+]
+PointsOption = Annotated[
+    int | None,
+    typer.Option("--points", min=2, metavar="N", help="With --pareto: how many; 20 unless told."),
+]
+SavePlanOption = Annotated[
+    str | None,
+    typer.Option(
+        "--save",
+        metavar="FILE.json",
+        callback=_check_plan_file,
+        help=f"Save the plan; compressed if the name ends in {SAVED_SUFFIX}.",
+    ),
 ]

@@ -23,6 +23,11 @@ _ACCEPTED = (
     "KiB, MiB, GiB, TiB (powers of 1024) or kB, MB, GB, TB (powers of 1000), "
     "as in '8GiB' or '1.5 GB'"
 )
+_SHARE = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*%")
+_BUDGETS = (
+    "write a number and a unit ('8GiB', '500MB'), a share of the plain step's own peak ('60%'), "
+    "or a number of bytes (8589934592)"
+)
 
 
 def format_bytes(nbytes: int) -> str:
@@ -79,6 +84,43 @@ def parse_bytes(text: str | int) -> int:
     if match is None or factor is None:
         raise UnitError(f"{text!r} is not an amount of memory: {_ACCEPTED}")
     return int(Fraction(match[1]) * factor)
+
+
+def parse_budget(budget: str | int, plain_peak_bytes: int) -> int:
+    """The bytes that a budget allows: an amount of memory, or a share of the plain step's peak.
+
+    More than the plain step needs is a budget as good as any: nothing has to be dropped then.
+
+    >>> parse_budget("8GiB", 1000), parse_budget("60%", 1000), parse_budget(4096, 1000)
+    (8589934592, 600, 4096)
+    >>> parse_budget("lots", 1000)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    rekindle.errors.UnitError: 'lots' is not a budget: write a number and a unit ('8GiB', ...
+    """
+    share = _SHARE.fullmatch(budget.strip()) if isinstance(budget, str) else None
+    try:
+        found = int(Fraction(share[1]) * plain_peak_bytes / 100) if share else parse_bytes(budget)
+    except UnitError:
+        found = 0
+    if found <= 0:
+        raise UnitError(f"{budget!r} is not a budget: {_BUDGETS}")
+    return found
+
+
+def format_budget(nbytes: int) -> str:
+    """The amount in a few digits, as `parse_budget` reads it; rounded up, so never less.
+
+    >>> format_budget(1000), format_budget(1 << 30), format_budget((1 << 30) + 1)
+    ('1000B', '1GiB', '1.001GiB')
+    """
+    position = max(0, (max(nbytes, 1).bit_length() - 1) // 10)
+    position = min(position, len(_BYTE_UNITS) - 1)
+    unit = 1024**position
+    digits = 3 if position else 0
+    thousandths = -(-nbytes * 10**digits // unit)
+    whole, rest = divmod(thousandths, 10**digits)
+    text = f"{whole}.{rest:03d}".rstrip("0").removesuffix(".") if rest else str(whole)
+    return f"{text}{_BYTE_UNITS[position]}"
 
 
 def _scaled(value: float, base: int, units: tuple[str, ...], *, between: str = " ") -> str:

@@ -37,27 +37,41 @@ def write_html(
     about: Mapping[str, Any] | None = None,
 ) -> None:
     """Write the page; it opens in any browser, without a network."""
-    plotly_js = _plotly_js()
     summary = summarize(graph, profile, trace, about)
     data = page_data(graph, profile, trace, summary)
-    content = {
-        "style": _asset("page.css"),
+    write_page(path, page_content(graph, profile, summary), data)
+
+
+def page_content(graph: StepGraph, profile: Profile, summary: Summary) -> dict[str, str]:
+    """What stands in the page's places, by their names."""
+    return {
+        "kind": "profile",
         "title": escape(summary.title),
         "words": escape(peak_in_words(summary)),
-        "cards": _cards(summary),
+        "cards": cards(_facts(summary)),
         "method": escape(_method(summary)),
+        "timeline_note": "",
+        "plan": "",
         "parts": _part_rows(summary),
         "place": escape(f"at {peak_place(summary)}"),
         "phases": _phase_rows(summary.phases),
         "time": escape(_time(summary)),
         "activation_groups": _activation_groups(summary),
-        "n_bars": str(len(data["activations"])),
         "footer": escape(_footer(graph, profile)),
-        "plotly": plotly_js,
-        "data": _embedded(data),
-        "script": _asset("page.js"),
     }
-    path.write_text(_filled(_asset("page.html"), content), encoding="utf-8")
+
+
+def write_page(path: Path, content: Mapping[str, str], data: Mapping[str, Any]) -> None:
+    """Write a page from what stands in its places and what its script draws."""
+    filled = {
+        **content,
+        "style": asset("page.css"),
+        "n_bars": str(len(data["activations"])),
+        "plotly": _plotly_js(),
+        "data": _embedded(data),
+        "script": asset("page.js"),
+    }
+    path.write_text(_filled(asset("page.html"), filled), encoding="utf-8")
 
 
 def _plotly_js() -> str:
@@ -70,7 +84,8 @@ def _plotly_js() -> str:
     return str(get_plotlyjs())
 
 
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
+    """The text of a file that comes with the package."""
     return (resources.files("rekindle.report") / "assets" / name).read_text(encoding="utf-8")
 
 
@@ -90,9 +105,14 @@ def _embedded(data: Mapping[str, Any]) -> str:
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def _cards(summary: Summary) -> str:
+def cards(facts: Iterable[tuple[str, str]]) -> str:
+    """Names and numbers, each on a card of its own."""
+    return "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in facts)
+
+
+def _facts(summary: Summary) -> list[tuple[str, str]]:
     ratio = summary.backward_ratio
-    cards = [
+    facts = [
         ("peak memory", format_bytes(summary.peak.nbytes)),
         ("of it activations", percent(summary.peak.activation_share)),
         ("time of a step", format_us(summary.step_us)),
@@ -100,8 +120,8 @@ def _cards(summary: Summary) -> str:
         ("FLOPs", format_count(summary.total.flops)),
     ]
     if ratio is not None:
-        cards.append(("backward/forward", f"{ratio:.2f}"))
-    return "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in cards)
+        facts.append(("backward/forward", f"{ratio:.2f}"))
+    return facts
 
 
 def _method(summary: Summary) -> str:
@@ -111,7 +131,7 @@ def _method(summary: Summary) -> str:
 
 def _part_rows(summary: Summary) -> str:
     return "".join(
-        _bar_row(
+        bar_row(
             f'<i style="background:{colour(part.label)}"></i>{escape(part.label)}'
             f"<small>{escape(meaning(part.label))}</small>",
             format_bytes(part.nbytes),
@@ -124,7 +144,7 @@ def _part_rows(summary: Summary) -> str:
 
 def _phase_rows(phases: Iterable[Work]) -> str:
     return "".join(
-        _bar_row(
+        bar_row(
             f"{escape(row.label)}<small>{row.ops:,} ops, {format_count(row.flops)} FLOPs, "
             f"{format_bytes(row.moved_bytes)} moved</small>",
             format_us(row.time_us),
@@ -162,8 +182,8 @@ def _activation_groups(summary: Summary) -> str:
 def _group_rows(parts: tuple[Part, ...]) -> str:
     rest = parts[_MOST_GROUPS:]
     rows = [
-        _bar_row(
-            f"{_breakable(part.label)}<small>{_tensors(part.count)}</small>",
+        bar_row(
+            f"{breakable(part.label)}<small>{tensors(part.count)}</small>",
             format_bytes(part.nbytes),
             part.share,
             colour("activation"),
@@ -172,21 +192,23 @@ def _group_rows(parts: tuple[Part, ...]) -> str:
     ]
     if rest:
         nbytes, share = sum(p.nbytes for p in rest), sum(p.share for p in rest)
-        label = f"{len(rest)} more<small>{_tensors(sum(p.count for p in rest))}</small>"
-        rows.append(_bar_row(label, format_bytes(nbytes), share, colour("library workspace")))
+        label = f"{len(rest)} more<small>{tensors(sum(p.count for p in rest))}</small>"
+        rows.append(bar_row(label, format_bytes(nbytes), share, colour("library workspace")))
     return "".join(rows)
 
 
-def _breakable(path: str) -> str:
+def breakable(path: str) -> str:
     """A long name that a narrow screen breaks after a dot or an underscore."""
     return escape(path).replace(".", ".<wbr>").replace("_", "_<wbr>")
 
 
-def _tensors(count: int) -> str:
+def tensors(count: int) -> str:
+    """So many tensors."""
     return "1 tensor" if count == 1 else f"{count:,} tensors"
 
 
-def _bar_row(label: str, number: str, share: float, fill: str) -> str:
+def bar_row(label: str, number: str, share: float, fill: str) -> str:
+    """A line of a table of bars; the label is markup."""
     width = f"{min(share, 1.0) * 100:.2f}%"
     return (
         f'<tr><td class="label">{label}</td><td class="number">{escape(number)}</td>'

@@ -23,7 +23,7 @@ _KIND_WIDTH = 18
 
 
 def page_data(graph: StepGraph, profile: Profile, trace: Trace, summary: Summary) -> dict[str, Any]:
-    """Everything the script needs, ready for JSON."""
+    """Everything the script needs of a plain step, ready for JSON."""
     phases, targets, modules, sources = [p.value for p in Phase], _Texts(), _Texts(), _Texts()
     columns = {
         "name": [op.name for op in graph.ops],
@@ -35,20 +35,14 @@ def page_data(graph: StepGraph, profile: Profile, trace: Trace, summary: Summary
         "workspace_bytes": profile.workspaces_bytes.tolist(),
         "flops": [op.flops for op in graph.ops],
         "moved_bytes": summary.moved_bytes.tolist(),
-        "live_bytes": trace.live_bytes.tolist(),
     }
     return {
-        "peak": {"bytes": trace.peak_bytes, "op": trace.peak_op if graph.ops else 0},
-        "step_us": trace.step_us,
-        "starts_us": _rounded(trace.starts_us),
+        "plain": run_data(graph, trace),
         "phases": phases,
         "targets": targets.rows,
         "modules": modules.rows,
         "sources": sources.rows,
         "ops": columns,
-        "positions": positions(trace.live_bytes),
-        "stack": _stack(trace),
-        "bands": bands(graph),
         "band_colours": PHASE_BANDS,
         "activations": [_bar(row) for row in shown_activations(summary)],
         "operators": [
@@ -67,16 +61,51 @@ def page_data(graph: StepGraph, profile: Profile, trace: Trace, summary: Summary
     }
 
 
-def bands(graph: StepGraph) -> list[tuple[str, int, int]]:
-    """The runs of ops of one phase: phase, first op, last op. Where phases mix, only long runs."""
-    runs = []
-    for phase, run in groupby(graph.ops, key=lambda op: op.phase):
-        ops = list(run)
-        runs.append((phase.value, ops[0].index, ops[-1].index))
+def run_data(graph: StepGraph, trace: Trace) -> dict[str, Any]:
+    """Memory over one run of the step, plain or planned; plain, position i is op i."""
+    is_planned = len(trace.ops) != len(graph.ops) or bool(trace.copies.any())
+    return {
+        "ops": trace.ops.tolist() if is_planned else None,
+        "copies": trace.copies.tolist() if is_planned else None,
+        "peak": {
+            "bytes": trace.peak_bytes,
+            "position": trace.peak_position if graph.ops else 0,
+        },
+        "step_us": trace.step_us,
+        "starts_us": _rounded(trace.starts_us),
+        "live_bytes": trace.live_bytes.tolist(),
+        "positions": positions(trace.live_bytes),
+        "stack": _stack(trace),
+        "bands": bands(graph, trace),
+    }
+
+
+def bands(graph: StepGraph, trace: Trace | None = None) -> list[tuple[str, int, int]]:
+    """The runs of one phase: phase, first and last position. Where phases mix, only long runs.
+
+    What is computed again belongs to the phase that it is computed for.
+    """
+    phases = [op.phase for op in graph.ops]
+    if trace is not None:
+        phases = [phases[op] for op in _served(trace)]
+    runs, first = [], 0
+    for phase, run in groupby(phases):
+        last = first + len(list(run)) - 1
+        runs.append((phase.value, first, last))
+        first = last + 1
     if len(runs) <= _MOST_BANDS:
         return runs
     longest = sorted(runs, key=lambda run: run[1] - run[2])[:_MOST_BANDS]
     return sorted(longest, key=lambda run: run[1])
+
+
+def _served(trace: Trace) -> list[int]:
+    """For each position, the captured op that it is for: itself, or the next one to run."""
+    served, following = [], int(trace.ops[-1]) if len(trace.ops) else 0
+    for op, copy in zip(trace.ops[::-1].tolist(), trace.copies[::-1].tolist(), strict=True):
+        following = following if copy else op
+        served.append(following)
+    return served[::-1]
 
 
 def positions(live_bytes: NDArray[np.int64], most: int = MOST_POSITIONS) -> list[int] | None:

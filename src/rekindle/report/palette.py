@@ -38,6 +38,11 @@ PHASE_BANDS = {  # backgrounds, pale
     Phase.OPTIMIZER.value: "#e8f4ec",
 }
 
+SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#332288", "#55606d")
+"""Colours of lines that stand beside each other."""
+MARKERS = "osD^vPX*"
+"""A mark for each, so that colour is not all that tells them apart."""
+
 MEANINGS = {
     Role.PARAM.value: "the model's weights",
     Role.OPT_STATE.value: "what the optimizer remembers of each weight, such as momentum",

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rekindle.core.cost import Profile
-from rekindle.core.ir import Op, Phase, Role, StepGraph
+from rekindle.core.ir import Op, Phase, Role, StepGraph, Value
 from rekindle.core.liveness import Lifetime
 from rekindle.core.roofline import bytes_moved, op_name
 from rekindle.core.simulate import Trace
@@ -149,7 +149,7 @@ def summarize(
         is_measured=any(cost.is_measured for cost in profile.costs),
         n_ops=len(graph.ops),
         step_us=trace.step_us,
-        peak=_peak(graph, trace),
+        peak=peak_of(graph, trace),
         phases=tuple(phases.get(label, Work(label, 0, 0.0, 0.0, 0, 0)) for label in empty),
         operators=tuple(sorted(operators.values(), key=lambda row: (-row.time_us, row.label))),
         activations=_activations(graph, trace),
@@ -157,10 +157,11 @@ def summarize(
     )
 
 
-def _peak(graph: StepGraph, trace: Trace) -> Peak:
+def peak_of(graph: StepGraph, trace: Trace) -> Peak:
+    """The moment with the most bytes, of a plain step or a planned one."""
     if not graph.ops:
         return Peak(trace.peak_bytes, None, 0.0, (), (), ())
-    position, total = trace.peak_op, max(trace.peak_bytes, 1)
+    position, total = trace.peak_position, max(trace.peak_bytes, 1)
     alive = trace.alive_at(position)
     counts: dict[str, int] = defaultdict(int)
     for index in alive:
@@ -186,7 +187,7 @@ def _peak(graph: StepGraph, trace: Trace) -> Peak:
 
     return Peak(
         nbytes=trace.peak_bytes,
-        op=graph.ops[position],
+        op=graph.ops[trace.peak_op],
         start_us=float(trace.starts_us[position]),
         parts=_largest(parts),
         activation_kinds=grouped(op_name),
@@ -216,14 +217,20 @@ def _group(
     return rows
 
 
-def _activations(graph: StepGraph, trace: Trace) -> tuple[Activation, ...]:
-    names: dict[int, int] = {}  # the first value of each storage: what its maker called it
+def first_values(graph: StepGraph) -> dict[int, Value]:
+    """The first value of each storage: what its maker called it."""
+    names: dict[int, Value] = {}
     for value in graph.values:
-        names.setdefault(value.storage, value.index)
+        names.setdefault(value.storage, value)
+    return names
+
+
+def _activations(graph: StepGraph, trace: Trace) -> tuple[Activation, ...]:
+    names = first_values(graph)
 
     def row(lifetime: Lifetime) -> Activation:
         storage = lifetime.storage
-        value = graph.values[names[storage]]
+        value = names[storage]
         maker = graph.ops[lifetime.birth or 0]
         return Activation(
             storage=storage,

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
-from rich import box
 from rich.columns import Columns
-from rich.console import Console, ConsoleOptions, Group, RenderableType
-from rich.measure import Measurement
-from rich.padding import Padding
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from rekindle.core.comparison import Comparison
 from rekindle.core.ir import StepGraph
-from rekindle.report.names import shorten, shorten_path
+from rekindle.report.names import shorten_path
 from rekindle.report.palette import colour
+from rekindle.report.pieces import WIDE, Fitted, Middle, bar, indented, new_table
 from rekindle.report.summary import Activation, Summary
 from rekindle.report.words import how_timed, peak_place, percent
 from rekindle.units import format_bytes, format_count, format_us
 
-_EIGHTHS = " ▏▎▍▌▋▊▉█"
-_WIDE = 100  # columns from which tables stand side by side and show everything
 _MOST_DIFFERENCES = 8
 _NOUNS = {  # singular, plural
     "result": ("loss", "losses"),
@@ -35,7 +31,7 @@ _NOUNS = {  # singular, plural
 
 def model_table(rows: Iterable[tuple[str, str, int, str | None]]) -> RenderableType:
     """The zoo: name, summary, default batch and the package a model needs."""
-    table = _table()
+    table = new_table()
     table.add_column("model", style="bold", no_wrap=True)
     table.add_column("what it is")
     table.add_column("batch", justify="right", no_wrap=True)
@@ -54,8 +50,8 @@ def comparison_summary(title: str, comparison: Comparison) -> RenderableType:
     """A plain and a captured training of one model: the graph, what was compared, the times."""
     return Group(
         Text(title, style="bold"),
-        _indented(graph_summary(comparison.graph)),  # brings an empty line above and below
-        _indented(_findings(comparison)),
+        indented(graph_summary(comparison.graph)),  # brings an empty line above and below
+        indented(_findings(comparison)),
         "",
     )
 
@@ -72,46 +68,17 @@ def profile_summary(summary: Summary, *, most: int = 8) -> RenderableType:
     """A profiled step: its peak and what that is made of, and where time and bytes go."""
     parts: list[RenderableType] = [
         Text(f"{summary.title}, {how_timed(summary)}", style="bold"),
-        _indented(_headline(summary)),
-        _indented(_Fitted(lambda width: _peak_and_time(summary, width))),
+        indented(_headline(summary)),
+        indented(Fitted(lambda width: _peak_and_time(summary, width))),
     ]
     if summary.operators:
         parts += [Text("Operators with the most time", style="bold")]
-        parts += [_indented(_operator_table(summary, most))]
+        parts += [indented(_operator_table(summary, most))]
     if summary.activations:
         title = "Activations with the most bytes × idle time, between forward and backward use"
         parts += [Text(title, style="bold")]
-        parts += [_indented(_Fitted(lambda width: _activation_table(summary, most, width)))]
+        parts += [indented(Fitted(lambda width: _activation_table(summary, most, width)))]
     return Group(*parts)
-
-
-class _Middle:
-    """Text that gives up its middle, and never wraps, where its column is narrow."""
-
-    def __init__(
-        self, text: str, least: int = 12, cut: Callable[[str, int], str] = shorten
-    ) -> None:
-        self.text = text
-        self.cut = cut
-        self.least = min(least, len(text))
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterable[Text]:
-        yield Text(self.cut(self.text, options.max_width), no_wrap=True, overflow="ellipsis")
-
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement(self.least, max(len(self.text), 1)).with_maximum(options.max_width)
-
-
-class _Fitted:
-    """Something that is made for the width there is."""
-
-    def __init__(self, make: Callable[[int], RenderableType]) -> None:
-        self.make = make
-
-    def __rich_console__(
-        self, console: Console, options: ConsoleOptions
-    ) -> Iterable[RenderableType]:
-        yield self.make(options.max_width)
 
 
 def _headline(summary: Summary) -> Table:
@@ -132,25 +99,25 @@ def _headline(summary: Summary) -> Table:
 
 
 def _peak_and_time(summary: Summary, width: int) -> RenderableType:
-    if width < _WIDE:
+    if width < WIDE:
         return Group(_peak_table(summary, 22), _time_table(summary))
     return Columns([_peak_table(summary, 8), _time_table(summary)], padding=(0, 2))
 
 
 def _peak_table(summary: Summary, bar_width: int) -> Table:
-    table = _table()
+    table = new_table()
     table.add_column("at the peak", no_wrap=True)
     table.add_column("bytes", justify="right", no_wrap=True)
     table.add_column("share", justify="right", no_wrap=True)
     table.add_column("", width=bar_width, no_wrap=True)
     for part in summary.peak.parts:
-        bar = Text(_bar(part.share, bar_width), style=colour(part.label))
-        table.add_row(part.label, format_bytes(part.nbytes), percent(part.share), bar)
+        drawn = Text(bar(part.share, bar_width), style=colour(part.label))
+        table.add_row(part.label, format_bytes(part.nbytes), percent(part.share), drawn)
     return table
 
 
 def _time_table(summary: Summary) -> Table:
-    table = _table()
+    table = new_table()
     table.show_footer = True
     total = summary.total
     table.add_column("phase", "all", no_wrap=True)
@@ -167,19 +134,19 @@ def _time_table(summary: Summary) -> Table:
 
 
 def _operator_table(summary: Summary, most: int) -> Table:
-    table = _table()
+    table = new_table()
     table.add_column("operator")
     for header in ("calls", "time", "share", "average", "FLOPs/B"):
         table.add_column(header, justify="right", no_wrap=True)
     for row in summary.operators[:most]:
         times = (format_us(row.time_us), percent(row.share), format_us(row.mean_us))
-        table.add_row(_Middle(row.label), str(row.ops), *times, _ratio(row.intensity))
+        table.add_row(Middle(row.label), str(row.ops), *times, _ratio(row.intensity))
     return table
 
 
 def _activation_table(summary: Summary, most: int, width: int) -> Table:
-    is_wide = width >= _WIDE
-    table = _table()
+    is_wide = width >= WIDE
+    table = new_table()
     table.add_column("made by")
     table.add_column("in module")
     table.add_column("bytes", justify="right", no_wrap=True)
@@ -192,8 +159,8 @@ def _activation_table(summary: Summary, most: int, width: int) -> Table:
         if is_wide:
             size += [_between(row)]
         source = row.source if is_wide else row.source.rpartition("/")[2]
-        module = _Middle(row.module, 18, shorten_path)
-        table.add_row(_Middle(row.kind), module, *size, _Middle(source, 16))
+        module = Middle(row.module, 18, shorten_path)
+        table.add_row(Middle(row.kind), module, *size, Middle(source, 16))
     return table
 
 
@@ -201,23 +168,13 @@ def _between(row: Activation) -> str:
     return "–" if row.first_backward is None else f"{row.last_forward} → {row.first_backward}"
 
 
-def _bar(share: float, width: int) -> str:
-    """A bar in eighths of a character; what is there has at least the thinnest."""
-    eighths = max(1, round(share * width * 8))
-    return "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
-
-
 def _ratio(value: float | None) -> str:
     return "" if value is None else f"{value:.3g}"
 
 
-def _table() -> Table:
-    return Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
-
-
 def _phase_table(graph: StepGraph) -> Table:
     counts, flops = graph.count_by_phase(), graph.flops_by_phase()
-    table = _table()
+    table = new_table()
     table.show_footer = True
     table.add_column("phase", footer="all")
     table.add_column("ops", str(sum(counts.values())), justify="right")
@@ -229,7 +186,7 @@ def _phase_table(graph: StepGraph) -> Table:
 
 def _role_table(graph: StepGraph) -> Table:
     """Only roles with bytes. There is no sum: these storages are not all alive at once."""
-    table = _table()
+    table = new_table()
     table.add_column("role")
     table.add_column("bytes in one step", justify="right")
     for role, nbytes in graph.bytes_by_role().items():
@@ -265,7 +222,3 @@ def _counts(comparison: Comparison) -> str:
         f"{count} {_NOUNS.get(kind, (kind, kind))[count != 1]}"
         for kind, count in comparison.compared.items()
     )
-
-
-def _indented(content: RenderableType) -> Padding:
-    return Padding(content, (0, 0, 0, 2))

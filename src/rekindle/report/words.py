@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rekindle.core.ir import Role
+from rekindle.core.ir import Op, Role
 from rekindle.report.names import source_line
 from rekindle.report.palette import MEANINGS
 from rekindle.report.summary import Part, Summary
@@ -43,12 +43,16 @@ def peak_in_words(summary: Summary) -> str:
 
 def peak_place(summary: Summary) -> str:
     """Where the peak is: the op, its phase, module and source line."""
-    op = summary.peak.op
+    return place_of(summary.peak.op, summary.n_ops)
+
+
+def place_of(op: Op | None, n_ops: int) -> str:
+    """An op's place in the step, its phase, module and source line."""
     if op is None:
         return "nowhere"
     places = [op.source.module, source_line(op.source)]
     where = ", ".join(place for place in places if place)
-    place = f"op {op.index} of {summary.n_ops}, {op.name}, {op.phase.value}"
+    place = f"op {op.index} of {n_ops}, {op.name}, {op.phase.value}"
     return f"{place}: {where}" if where else place
 
 

@@ -1,0 +1,90 @@
+"""The PNGs of plans and curves: of the right size, with the colours that they should have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_step import ABOUT, MIB, PEAK_BYTES, tiny_plan, tiny_step
+
+from rekindle.core.cost import Profile
+from rekindle.core.ir import StepGraph
+from rekindle.core.schedule import Plan
+from rekindle.core.simulate import simulate
+from rekindle.plan.curve import Curve
+from rekindle.report.figures import DPI
+from rekindle.report.palette import SERIES, colour
+from rekindle.report.plan_figures import (
+    CURVE_INCHES,
+    PLAN_INCHES,
+    write_curve_png,
+    write_plan_png,
+)
+from rekindle.report.plan_summary import summarize_plan
+from rekindle.report.summary import summarize
+
+pytest.importorskip("matplotlib")
+
+
+def pixels(path: Path) -> np.ndarray:
+    from matplotlib.image import imread
+
+    return np.round(imread(path)[:, :, :3] * 255).astype(int)
+
+
+def share_of(image: np.ndarray, hue: str) -> float:
+    rgb = [int(hue[i : i + 2], 16) for i in (1, 3, 5)]
+    return float((image == rgb).all(axis=2).mean())
+
+
+def test_a_plan(tmp_path: Path) -> None:
+    graph, profile, plain = tiny_step()
+    plan = tiny_plan()
+    planned = simulate(graph, profile, plan)
+    summary = summarize_plan(graph, profile, plain, plan, planned, ABOUT)
+    write_plan_png(tmp_path / "plan.png", graph, plain, planned, summary)
+    image = pixels(tmp_path / "plan.png")
+    assert image.shape[:2] == tuple(round(inches * DPI) for inches in PLAN_INCHES[::-1])
+    assert share_of(image, colour("activation")) > 0.02
+
+
+def test_a_step_without_ops(tmp_path: Path) -> None:
+    graph = StepGraph((), (), (), ())
+    profile = Profile("cpu", graph.fingerprint, ())
+    plan = Plan("none", graph.fingerprint, 1, (), (), 0, 0.0)
+    plain, planned = simulate(graph, profile), simulate(graph, profile, plan)
+    summary = summarize_plan(graph, profile, plain, plan, planned)
+    write_plan_png(tmp_path / "empty.png", graph, plain, planned, summary)
+    assert pixels(tmp_path / "empty.png").std() > 0
+
+
+def point(peak: float, us: float, bound: float | None) -> Plan:
+    return Plan("x", "f", int(peak * MIB), (), (), int(peak * MIB), us, bound)
+
+
+@pytest.mark.parametrize("far_us", [60.0, 4000.0])
+def test_curves(tmp_path: Path, far_us: float) -> None:
+    """A point far above the lines does not squeeze them."""
+    plain = summarize(*tiny_step(), ABOUT)
+    line = (
+        point(PEAK_BYTES / MIB, 0.0, 0.0),
+        point(6, 20.0, 10.0),
+        point(4, 50.0, 40.0),
+    )
+    curves = [Curve("line", line, 1.0), Curve("far", (point(3, far_us, None),), 1.0)]
+    write_curve_png(tmp_path / "curve.png", plain, curves)
+    image = pixels(tmp_path / "curve.png")
+    assert image.shape[:2] == tuple(round(inches * DPI) for inches in CURVE_INCHES[::-1])
+    rgb = [int(SERIES[0][i : i + 2], 16) for i in (1, 3, 5)]
+    width = image.shape[1]
+    steepest = image[:, width * 45 // 100 : width * 60 // 100]
+    rows = np.flatnonzero((steepest == rgb).all(axis=2).any(axis=1))
+    assert rows.max() - rows.min() > 0.08 * image.shape[0]
+    assert share_of(image, SERIES[1]) > 0.00005
+
+
+def test_one_point_alone(tmp_path: Path) -> None:
+    plain = summarize(*tiny_step(), ABOUT)
+    write_curve_png(tmp_path / "one.png", plain, [Curve("none", (point(7, 0.0, None),), 0.1)])
+    assert pixels(tmp_path / "one.png").std() > 0
