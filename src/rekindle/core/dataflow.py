@@ -131,6 +131,8 @@ def _refusal(
 ) -> str | None:
     if op.is_view:
         return None  # computes nothing: another look at a storage
+    if op.target.startswith("rekindle."):
+        return "reads or sets a random generator's state"
     if op.phase not in _FORWARD:
         return f"is an op of the {op.phase.value} pass"
     state = entered.intersection(mutates)

@@ -12,8 +12,9 @@ version, since a view sees what is changed in place later.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from rekindle.core.dataflow import Dataflow, dataflow
 from rekindle.core.ir import Op, StepGraph
@@ -92,13 +93,34 @@ class _Copy:
     values: set[int] = field(default_factory=set)
 
 
+class Run(NamedTuple):
+    """A Compute with its copies found: for each value it touches, the copy of its storage."""
+
+    op: int
+    copy: int
+    copies: dict[int, int]
+
+
 def check(graph: StepGraph, schedule: Iterable[Instruction]) -> None:
     """Raise InvalidSchedule unless a schedule computes exactly what the captured step computes.
 
     Every op runs once as captured, and reads what it read then; random ops keep their order; only
     what may be recomputed is; state changes once; everything is freed once, but for the outputs.
     """
-    _Checker(graph).run(schedule)
+    for _ in resolve(graph, schedule):
+        pass
+
+
+def resolve(graph: StepGraph, schedule: Iterable[Instruction]) -> Iterator[Run | Free]:
+    """The same instructions, each with the copies it reads and makes; checked on the way."""
+    checker = _Checker(graph)
+    for instruction in schedule:
+        if isinstance(instruction, Compute):
+            yield checker.compute(instruction.op, instruction.copy)
+        else:
+            checker.free(instruction.storage, instruction.copy)
+            yield instruction
+    checker.finish()
 
 
 class _Checker:
@@ -113,15 +135,8 @@ class _Checker:
         self.done: set[tuple[int, int]] = set()
         self.last_random = -1
 
-    def run(self, schedule: Iterable[Instruction]) -> None:
-        for instruction in schedule:
-            if isinstance(instruction, Compute):
-                self.compute(self._op(instruction.op), instruction.copy)
-            else:
-                self.free(instruction.storage, instruction.copy)
-        self.finish()
-
-    def compute(self, op: Op, copy: int) -> None:
+    def compute(self, index: int, copy: int) -> Run:
+        op = self._op(index)
         if (op.index, copy) in self.done:
             raise InvalidSchedule(op.name, "runs twice as the same copy")
         self.done.add((op.index, copy))
@@ -155,6 +170,9 @@ class _Checker:
             storage = self.graph.values[value].storage
             if storage in seen:
                 seen[storage].values.add(value)
+        touched = (*inputs, *op.outputs)
+        storages = ((value, self.graph.values[value].storage) for value in touched)
+        return Run(index, copy, {v: seen[s].number for v, s in storages if s in seen})
 
     def free(self, storage: int, copy: int) -> None:
         if storage in self.entered:

@@ -98,7 +98,7 @@ class _Lift:
             Op(
                 index=index,
                 name=call.node.name,
-                target=str(call.node.target),
+                target=_target(call.node),
                 phase=phase,
                 inputs=inputs,
                 outputs=outputs,
@@ -125,6 +125,12 @@ class _Lift:
                 mutates=self._indices(state),
             )
         )
+
+
+def _target(node: fx.Node) -> str:
+    """What a node calls; functions of our own are told by their name, not their address."""
+    target = node.target
+    return str(target) if isinstance(target, OpOverload) else f"rekindle.{target.__name__}"  # type: ignore[union-attr]
 
 
 def _phases(calls: list[Call]) -> list[Phase]:

@@ -29,6 +29,7 @@ from rekindle.plan.result import write_up
 
 _TIGHTENINGS = 4  # how often the chain is asked again for less where it went over
 _LOWERINGS = (0.05, 0.02, 0.01, 0.005, 0.002)  # by how much a still lower peak is asked for
+_MOST_OPS_FOR_ALL = 4000  # of a larger step, the others are asked only where nothing fits
 _MOST_FOR_MUTWO = 150  # activations: beyond, its greedy order costs more than it brings
 _MOST_FOR_ILP = 1500  # decisions of the integer program
 
@@ -95,7 +96,9 @@ class Session:
         plain = self._candidate(keep_all(self.problem))
         if plain.peak_bytes <= budget_bytes:
             return plain
-        self.tried += [*self.at_any_budget, *self._at(budget_bytes)]
+        self.tried += self._at(budget_bytes)
+        if self.problem.n_ops <= _MOST_OPS_FOR_ALL or self._cheapest(budget_bytes) is None:
+            self.tried += [*self.at_any_budget, *self._others_at(budget_bytes)]
         if self._cheapest(budget_bytes) is None:
             self.tried.append(self.least)
         self.tried = self._undominated()
@@ -146,8 +149,7 @@ class Session:
         return ilp.n_decisions(self.problem) <= _MOST_FOR_ILP
 
     def _at(self, budget_bytes: int) -> Iterator[Candidate]:
-        """What the planners choose that look at the budget."""
-        problem = self.problem
+        """The optimum of a small step; of any other, what the dynamic program finds."""
         if self.is_small:
             with suppress(InfeasibleBudget):
                 yield self._exact(budget_bytes)
@@ -162,6 +164,12 @@ class Session:
             if candidate.peak_bytes <= budget_bytes:
                 break
             asked -= candidate.peak_bytes - budget_bytes
+
+    def _others_at(self, budget_bytes: int) -> Iterator[Candidate]:
+        """What the other planners choose that look at the budget."""
+        problem = self.problem
+        if self.is_small:
+            return
         cut, _ = cheapest_cut(problem, budget_bytes, self.network)
         if cut is not None:
             yield self._candidate(cut)

@@ -84,11 +84,11 @@ def n_decisions(problem: Problem) -> int:
 
 
 def survivors(problem: Problem, lowered: Lowered) -> list[bool]:
-    """For each cell: whether its original is still there when it is first read across its gap."""
+    """For each cell: whether its original is there whenever it is read across its gap."""
     place = np.flatnonzero(lowered.copies == 0)
     end = {i.storage: i.end for i in lowered.instances if i.copy == 0}
     return [
-        bool(needs) and end[storage] >= place[needs[0]]
+        bool(needs) and end[storage] >= place[needs[-1]]
         for storage, needs in zip(problem.storage, problem.needs, strict=True)
     ]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from rekindle.core.dataflow import dataflow
 from rekindle.core.schedule import Compute, Decision, Plan
 from rekindle.errors import InfeasibleBudget
@@ -61,11 +63,11 @@ def write_up(
 
 def _decisions(problem: Problem, keep: list[bool], lowered: Lowered) -> list[Decision]:
     added_us = _added_us(problem, keep, lowered)
-    times = _times_computed(problem, lowered)
+    before = _computed_before(problem, lowered)
     return [
         _kept(problem, cell)
         if keep[cell]
-        else _dropped(problem, cell, added_us.get(cell, 0.0), times.get(cell, 0))
+        else _dropped(problem, cell, added_us.get(cell, 0.0), before[cell])
         for cell in problem.activations
     ]
 
@@ -90,24 +92,27 @@ def _kept(problem: Problem, cell: int) -> Decision:
     return Decision(problem.storage[cell], True, 0, 0.0, why)
 
 
-def _dropped(problem: Problem, cell: int, added_us: float, times: int) -> Decision:
-    starts = problem.profile.starts_us
-    idle = float(starts[problem.needs[cell][0]] - starts[problem.last_use[cell] + 1])
-    again = "computed again" if times <= 1 else f"computed again {times} times"
-    why = (
-        f"idle for {format_us(max(idle, 0.0))}; {again} just before "
-        f"{problem.graph.ops[problem.needs[cell][0]].name} reads it"
-    )
+def _dropped(problem: Problem, cell: int, added_us: float, before: list[int]) -> Decision:
+    """`before` are the ops just before which the cell is computed again."""
+    earlier = [op for op in problem.needs[cell] if op < before[0]]
+    last_use = earlier[-1] if earlier else problem.last_use[cell]
+    starts, name = problem.profile.starts_us, problem.graph.ops[before[0]].name
+    idle = max(float(starts[before[0]] - starts[last_use + 1]), 0.0)
+    why = f"idle for {format_us(idle)}; computed again just before {name}"
+    if before[0] in problem.needs[cell]:
+        why += " reads it"
+    if len(before) > 1:
+        why += f", {len(before)} times in all"
     return Decision(problem.storage[cell], False, problem.bytes[cell], added_us, why)
 
 
-def _times_computed(problem: Problem, lowered: Lowered) -> dict[int, int]:
-    """How often each cell is computed again."""
-    counts: dict[int, int] = {}
-    for op in lowered.ops[lowered.copies > 0]:
-        for cell in problem.writes[op]:
-            counts[cell] = counts.get(cell, 0) + 1
-    return counts
+def _computed_before(problem: Problem, lowered: Lowered) -> dict[int, list[int]]:
+    """For each cell that is computed again: the ops just before which it is."""
+    before: dict[int, list[int]] = {}
+    for position in np.flatnonzero(lowered.copies):
+        for cell in problem.writes[lowered.ops[position]]:
+            before.setdefault(cell, []).append(int(lowered.anchor[position]))
+    return before
 
 
 def _added_us(problem: Problem, keep: list[bool], lowered: Lowered) -> dict[int, float]:
