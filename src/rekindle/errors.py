@@ -52,6 +52,10 @@ class ProfileError(RekindleError):
     """A profile cannot be made, read, or used with this graph."""
 
 
+class RewriteError(RekindleError):
+    """A plan cannot be put into the graph."""
+
+
 class ReportError(RekindleError):
     """A page or figure cannot be made; the message says what to install."""
 

@@ -103,8 +103,9 @@ def _dataflow(graph: StepGraph) -> Dataflow:
 
 def _copy_inputs(graph: StepGraph, op: Op, entered: set[int]) -> tuple[int, ...]:
     """The values that a recomputation reads: not the state that the op itself changes."""
-    state = {v for v in op.mutates if graph.values[v].storage in entered}
-    inputs = dict.fromkeys(v for v in (*op.inputs, *op.mutates) if v not in state)
+    state = entered.intersection(graph.values[v].storage for v in op.mutates)
+    touched = dict.fromkeys((*op.inputs, *op.mutates))
+    inputs = [v for v in touched if graph.values[v].storage not in state]
     return (*inputs, *op.outputs[1:]) if op.copy_target else tuple(inputs)
 
 

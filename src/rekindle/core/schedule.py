@@ -143,6 +143,10 @@ class _Checker:
         refusal = self.flow.refusals[op.index]
         if copy and refusal:
             raise InvalidSchedule(op.name, f"must not be recomputed: it {refusal}")
+        if copy < 0:
+            raise InvalidSchedule(op.name, f"has no copy {copy}: they count from 0")
+        if op.is_random and copy and (index, 0) not in self.done:
+            raise InvalidSchedule(op.name, "is recomputed before it has drawn its random numbers")
         if op.is_random and not copy:
             if op.index < self.last_random:
                 raise InvalidSchedule(op.name, "draws random numbers out of their captured order")
@@ -155,7 +159,7 @@ class _Checker:
         seen: dict[int, _Copy] = {}
         for value in inputs:
             storage = self.graph.values[value].storage
-            own = copy if copy and (op.is_view or storage in mutated) else None
+            own = copy if storage in mutated or (copy and op.is_view) else None
             version = None if copy and op.is_view else versions[storage]
             seen[storage] = self._find(op, value, version, own)
         for storage in mutated:

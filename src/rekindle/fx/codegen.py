@@ -42,24 +42,24 @@ class Code:
         self,
         nodes: Sequence[fx.Node],
         *,
-        kept: set[fx.Node],
+        frees: Mapping[fx.Node, Sequence[fx.Node]],
         grad_enabled: Mapping[fx.Node, bool],
         functions: Mapping[fx.Node, Callable[..., Any]],
     ) -> None:
-        """Write the nodes' calls; names in `kept` are not deleted.
+        """Write the nodes' calls, and after each the deletion of the names it frees.
 
         `grad_enabled` is what kernels see of autograd's mode; the code starts with it on.
         `functions` has what to call for nodes whose target is not it.
         """
-        dying = _last_uses(nodes, kept)
         is_enabled = True
         for node in nodes:
             if grad_enabled.get(node, is_enabled) != is_enabled:
                 is_enabled = not is_enabled
                 self.lines.append(f"{self._name(torch._C._set_grad_enabled)}({is_enabled})")
             call = self._call(node, functions.get(node, node.target))
-            dead = [name for name in dying[node] if name != node.name]
-            self.lines.append(call if node.name in dying[node] else f"{node.name} = {call}")
+            freed = frees.get(node, ())
+            dead = [other.name for other in freed if other is not node]
+            self.lines.append(call if node in freed else f"{node.name} = {call}")
             if dead:
                 self.lines.append(f"del {', '.join(dead)}")
 
@@ -103,12 +103,11 @@ class Code:
         raise AssertionError("unreachable")
 
 
-def _last_uses(nodes: Sequence[fx.Node], kept: set[fx.Node]) -> dict[fx.Node, list[str]]:
-    """For each node, the names that nobody needs after it."""
+def last_uses(nodes: Sequence[fx.Node], kept: set[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """For each node, those that nobody needs after it; not those in `kept`."""
     seen = set(kept)
-    dying: dict[fx.Node, list[str]] = {}
+    dying: dict[fx.Node, list[fx.Node]] = {}
     for node in reversed(nodes):
-        last = [n for n in (node, *node.all_input_nodes) if n not in seen]
-        seen.update(last)
-        dying[node] = [n.name for n in last]
+        dying[node] = [n for n in (node, *node.all_input_nodes) if n not in seen]
+        seen.update(dying[node])
     return dying

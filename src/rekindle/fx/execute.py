@@ -6,16 +6,15 @@ that learning rates, step counts, hooks and state live where they always live.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import fx
 
 from rekindle.fx.codegen import Code
 from rekindle.fx.recording import Recording
+from rekindle.fx.rewrite import Listing, as_recorded
 from rekindle.fx.tape import Kind
 
 # The user's optimizer runs with autograd and autocast as they were when the step was called.
@@ -25,15 +24,16 @@ _ForceDispatchKeyGuard = torch._C._ForceDispatchKeyGuard
 
 
 class Program:
-    """A recorded step, ready to run."""
+    """A recorded step, ready to run: as it was recorded, or as a plan has rewritten it."""
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: Recording, listing: Listing | None = None) -> None:
         self.recording = recording
+        self.listing = listing or as_recorded(recording)
         self._optimizer = recording.around.optimizer
         self._device_types = sorted({s.device.type for s in recording.tape.storages} - {"meta"})
         self._stale_grads = [use.slot for use in recording.grads if not use.reads_old]
         self._final_grads = [(use.slot, use.final) for use in recording.grads]
-        self._outputs = recording.outputs
+        self._outputs = [self.listing.renamed[node] for node in recording.outputs]
         self._state: list[torch.Tensor] = []
         self.source, self._run = self._generate().compile()
 
@@ -65,10 +65,9 @@ class Program:
 
     def _generate(self) -> Code:
         """The function `step(batch, state) -> outputs`."""
-        recording = self.recording
-        nodes = self._executed_nodes()
+        recording, listing = self.recording, self.listing
         code = Code("batch, state")
-        used = {arg for node in nodes for arg in node.all_input_nodes}.union(self._outputs)
+        used = {arg for node in listing.nodes for arg in node.all_input_nodes}.union(self._outputs)
         places = {node: f"batch[{index}]" for index, node in enumerate(recording.batch_nodes)}
         slots = {(slot.kind, slot.name): i for i, slot in enumerate(recording.around.slots)}
         for entry in recording.tape.entries:
@@ -77,30 +76,23 @@ class Program:
             elif (entry.kind, entry.name) in slots:
                 places[entry.node] = f"state[{slots[entry.kind, entry.name]}]"
             elif entry.kind is not Kind.BATCH:
-                code.scope[entry.node.name] = entry.tensor
-        code.lines = [f"{node.name} = {place}" for node, place in places.items() if node in used]
-        entries = {entry.node for entry in recording.tape.entries}
+                code.scope[listing.renamed[entry.node].name] = entry.tensor
+        code.lines = [
+            f"{listing.renamed[node].name} = {place}"
+            for node, place in places.items()
+            if listing.renamed[node] in used
+        ]
         code.add_calls(
-            nodes,
-            kept=entries.union(self._outputs),
-            grad_enabled={call.node: call.grad_enabled for call in recording.tape.calls},
+            listing.nodes,
+            frees=listing.frees,
+            grad_enabled={node: call.grad_enabled for node, call in listing.calls.items()},
             functions={
-                call.node: self._optimizer_caller(call.params, call.autocast)
-                for call in recording.tape.optimizer_calls
+                node: self._optimizer_caller(call.params, call.autocast)
+                for node, call in listing.optimizer_calls.items()
             },
         )
         code.lines.append(f"return [{', '.join(node.name for node in self._outputs)}]")
         return code
-
-    def _executed_nodes(self) -> list[fx.Node]:
-        in_optimizer = {call.node for call in self.recording.tape.calls if call.in_optimizer}
-        return [
-            node
-            for node in self.recording.tape.graph.nodes
-            if node.op == "call_function"
-            and node not in in_optimizer
-            and not (node.target is operator.getitem and node.args[0] in in_optimizer)
-        ]
 
     def _optimizer_caller(
         self, params: list[int], autocast: dict[str, torch.dtype]

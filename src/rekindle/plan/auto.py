@@ -16,7 +16,7 @@ from functools import cached_property
 from rekindle.core.cost import Profile
 from rekindle.core.ir import StepGraph
 from rekindle.core.schedule import Plan
-from rekindle.errors import InfeasibleBudget
+from rekindle.errors import InfeasibleBudget, PlanError
 from rekindle.plan import chen, ilp, mutwo
 from rekindle.plan.bound import Bound
 from rekindle.plan.chain import Chain
@@ -31,7 +31,7 @@ _TIGHTENINGS = 4  # how often the chain is asked again for less where it went ov
 _LOWERINGS = (0.05, 0.02, 0.01, 0.005, 0.002)  # by how much a still lower peak is asked for
 _MOST_OPS_FOR_ALL = 4000  # of a larger step, the others are asked only where nothing fits
 _MOST_FOR_MUTWO = 150  # activations: beyond, its greedy order costs more than it brings
-_MOST_FOR_ILP = 1500  # decisions of the integer program
+_MOST_FOR_ILP = 130  # decisions of the integer program: beyond, symmetric steps take long
 
 
 def plan_auto(graph: StepGraph, profile: Profile, budget_bytes: int) -> Plan:
@@ -132,8 +132,9 @@ class Session:
     @cached_property
     def least(self) -> Candidate:
         """The candidate of least peak; of several, the cheapest."""
-        if self.is_small:
-            return self._exact(None)
+        with suppress(PlanError):
+            if self.is_small:
+                return self._exact(None)
         known = [*self.at_any_budget, self._candidate(self.chain.least_peak())]
         best = min(known, key=_peak_first)
         for share in _LOWERINGS:
@@ -151,7 +152,7 @@ class Session:
     def _at(self, budget_bytes: int) -> Iterator[Candidate]:
         """The optimum of a small step; of any other, what the dynamic program finds."""
         if self.is_small:
-            with suppress(InfeasibleBudget):
+            with suppress(PlanError):  # infeasible, or not solved in time
                 yield self._exact(budget_bytes)
             return
         asked = budget_bytes

@@ -160,6 +160,9 @@ class Blocks:
             tuple(map(tuple, sub.needs)),
             tuple(map(tuple, sub.reads)),
             tuple(exports),
+            tuple(borders),
+            tuple(sub.last_use),
+            tuple(int(nbytes) for nbytes in sub.workspaces[: len(forward)]),
         )
         return Segment(sub, cells, ops, exports, borders, blocks, signature)
 

@@ -61,7 +61,8 @@ class Bound:
 
     def __init__(self, problem: Problem, network: CutNetwork | None = None) -> None:
         self.problem = problem
-        self.network = network or CutNetwork(problem)
+        lingering = _lingering(problem)
+        self.network = network if network and not lingering else CutNetwork(problem, lingering)
         self.most_us = max(float(self.network.costs_us.sum()), 1e-3)  # every forward op once
         self.reads_at = dict(problem.readers)
         self.unavoidable = _unavoidable(problem)
@@ -161,6 +162,19 @@ def _unavoidable(problem: Problem) -> Floats:
     for op, cells in problem.readers:
         there[op] += sum(problem.bytes[cell] for cell in cells)
     return np.asarray(there, dtype=np.float64)
+
+
+def _lingering(problem: Problem) -> list[int]:
+    """Cells that a later forward pass overwrites: until then they are there, and cost nothing."""
+    first_reader = problem.readers[0][0] if problem.readers else problem.n_ops
+    overwriter: dict[int, int] = {}  # by storage
+    found = []
+    for cell in reversed(range(problem.n_cells)):
+        storage = problem.storage[cell]
+        if overwriter.get(storage, -1) > first_reader:
+            found.append(cell)
+        overwriter[storage] = problem.writer[cell]
+    return found
 
 
 def _holdings(problem: Problem) -> Holdings:

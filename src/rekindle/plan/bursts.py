@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rekindle.plan.lower import Lowered, _Instance
+from rekindle.plan.lower import Instance, Lowered
 from rekindle.plan.problem import Problem
 
 # The ops that run again, in captured order, right before an op; in the order of those ops.
@@ -34,10 +34,10 @@ class _Replay:
         ):
             self.written.setdefault(writer, []).append(cell)
             self.last_used.setdefault(last_use, []).append(cell)
-        self.current: dict[int, _Instance] = {}  # by cell: the copy that is read
-        self.originals: dict[int, _Instance] = {}  # by storage
+        self.current: dict[int, Instance] = {}  # by cell: the copy that is read
+        self.originals: dict[int, Instance] = {}  # by storage
         self.holds: dict[int, int] = {}  # by storage: the cell that its original holds now
-        self.instances: list[_Instance] = []
+        self.instances: list[Instance] = []
         self.ops: list[int] = []
         self.copies: list[int] = []
         self.anchor: list[int] = []
@@ -48,7 +48,7 @@ class _Replay:
             for op in range(done, reader):
                 self.run_captured(op)
             done = reader
-            made: dict[int, _Instance] = {}  # by storage
+            made: dict[int, Instance] = {}  # by storage
             for op in ops:
                 self.run_again(op, number, reader, made)
         times = self.problem.times
@@ -74,7 +74,7 @@ class _Replay:
         for cell in self.last_used.get(op, ()):
             self.originals[self.problem.storage[cell]].end = position
 
-    def run_again(self, op: int, copy: int, reader: int, made: dict[int, _Instance]) -> None:
+    def run_again(self, op: int, copy: int, reader: int, made: dict[int, Instance]) -> None:
         """Run an op again; `made` are the copies of this burst, which it makes or changes."""
         problem, position = self.problem, self._place(op, copy, reader)
         for cell in problem.reads[op]:
@@ -90,8 +90,8 @@ class _Replay:
         for storage in problem.also_makes[op]:
             self._make(storage, copy, position)
 
-    def _make(self, storage: int, copy: int, position: int) -> _Instance:
-        self.instances.append(_Instance(storage, copy, position, position))
+    def _make(self, storage: int, copy: int, position: int) -> Instance:
+        self.instances.append(Instance(storage, copy, position, position))
         return self.instances[-1]
 
     def _place(self, op: int, copy: int, anchor: int) -> int:

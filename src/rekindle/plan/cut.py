@@ -14,6 +14,7 @@ keeping it, Y→t with the op's cost, and Y→X (infinite) to the cells the op r
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +24,7 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 from rekindle.plan.problem import Floats, Problem
 
 _INFINITE = 2**30
-_RANGE = 2**28  # what the capacities of all ops add up to: flows must fit into 32 bits
+_RANGE = 2**26  # what the capacities of all ops add up to: flows must fit into 32 bits
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,12 @@ class Cut:
 
 
 class CutNetwork:
-    """The network of a problem; built once, solved for many prices."""
+    """The network of a problem; built once, solved for many prices.
 
-    def __init__(self, problem: Problem) -> None:
+    `keepable` are cells that count as kept at their price although they are overwritten.
+    """
+
+    def __init__(self, problem: Problem, keepable: Collection[int] = ()) -> None:
         self.problem = problem
         self.ops = sorted(set(problem.writer))
         number = {op: i for i, op in enumerate(self.ops)}
@@ -70,7 +74,10 @@ class CutNetwork:
         counts = np.bincount(self.rows, minlength=self.size)
         self.indptr = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         self.indices = self.columns[self.order].astype(np.int32)
-        self.can_keep = np.array(problem.can_keep)
+        self.can_keep = np.array(problem.can_keep, dtype=bool)
+        self.can_keep[list(keepable)] = True
+        self.always_kept = must_keep.copy()  # read in any case, and computed again in none
+        self.always_kept &= np.array([bool(needs) for needs in problem.needs], dtype=bool)
         self.costs_us = np.array([problem.times[op] for op in self.ops])
 
     def solve(self, price_us: Floats, op_costs_us: Floats | None = None) -> Cut:
@@ -78,13 +85,15 @@ class CutNetwork:
         costs = self.costs_us if op_costs_us is None else op_costs_us
         scale = _RANGE / max(float(costs.sum()), 1e-9)
         capacities = self.capacities
-        price = np.minimum(np.floor(price_us * scale), _INFINITE)
+        price = np.minimum(np.floor(price_us * scale), _RANGE + 1)  # more than all ops together
+        price[self.always_kept] = 0  # a constant, added below
         capacities[self.keep_edges] = np.where(self.can_keep, price, _INFINITE)
         capacities[self.op_edges] = np.floor(costs * scale)
         data = capacities[self.order].astype(np.int32)
         graph = csr_array((data, self.indices, self.indptr), shape=(self.size, self.size))
         flow = maximum_flow(graph, self.source, self.sink)
-        return self._read(graph, flow.flow, flow.flow_value / scale)
+        constant = float(price_us[self.always_kept].sum())
+        return self._read(graph, flow.flow, flow.flow_value / scale + constant)
 
     def _read(self, graph: csr_array, flow: csr_array, value_us: float) -> Cut:
         residual = graph - flow

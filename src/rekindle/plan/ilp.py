@@ -95,7 +95,7 @@ def survivors(problem: Problem, lowered: Lowered) -> list[bool]:
 
 @dataclass
 class _Stage:
-    """The variables of one stage, by op and by cell, and what is in use by the forward pass."""
+    """The variables of one stage, by op and by cell, and the bytes at each of its ops."""
 
     reader: int
     run: dict[int, int] = field(default_factory=dict)

@@ -33,7 +33,7 @@ class Choices:
 
 
 @dataclass(slots=True)
-class _Instance:
+class Instance:
     """One copy of a storage: which one, and the positions that bound its life."""
 
     storage: int
@@ -54,7 +54,7 @@ class Lowered:
     ops: Ints
     copies: Ints
     anchor: Ints
-    instances: list[_Instance]
+    instances: list[Instance]
     recompute_us: float
 
     @cached_property
@@ -106,9 +106,9 @@ class _Lowering:
         self.problem = problem
         self.keep = chosen.keep
         self.hold_from = chosen.hold_from
-        self.available: dict[int, _Instance] = {}  # by cell: what bursts have computed and held
-        self.original: dict[int, _Instance] = {}  # by storage
-        self.instances: list[_Instance] = []
+        self.available: dict[int, Instance] = {}  # by cell: what bursts have computed and held
+        self.original: dict[int, Instance] = {}  # by storage
+        self.instances: list[Instance] = []
         self.bursts: list[tuple[int, list[int]]] = []
         self.extra = 0
         self.recompute_us = 0.0
@@ -118,7 +118,7 @@ class _Lowering:
         for cell, storage in enumerate(problem.storage):
             if storage not in self.original:
                 start = problem.writer[cell]
-                self.original[storage] = _Instance(storage, 0, start, -1)
+                self.original[storage] = Instance(storage, 0, start, -1)
         for reader, cells in problem.readers:
             fleeting = self.provide(reader, cells)
             position = reader + self.extra
@@ -138,7 +138,7 @@ class _Lowering:
         ops = self.burst_for(wanted)
         copy = len(self.bursts) + 1
         start = reader + self.extra
-        made: dict[int, _Instance] = {}  # by storage
+        made: dict[int, Instance] = {}  # by storage
         written: set[int] = set()
         fleeting = []
         for position, op in enumerate(ops, start):
@@ -150,7 +150,7 @@ class _Lowering:
             for cell in problem.writes[op]:
                 storage = problem.storage[cell]
                 if storage not in made:
-                    made[storage] = _Instance(storage, copy, position, position)
+                    made[storage] = Instance(storage, copy, position, position)
                     self.instances.append(made[storage])
                 made[storage].end = position
                 if keep[cell] or cell in available:
@@ -160,7 +160,7 @@ class _Lowering:
                     if self.hold_from[cell] > reader:
                         fleeting.append(cell)
             for storage in problem.also_makes[op]:
-                self.instances.append(_Instance(storage, copy, position, position))
+                self.instances.append(Instance(storage, copy, position, position))
             self.recompute_us += problem.times[op]
         self.bursts.append((reader, ops))
         self.extra += len(ops)
@@ -179,7 +179,7 @@ class _Lowering:
                 todo += [c for c in reads[op] if not keep[c] and c not in available]
         return sorted(ops)
 
-    def _instance(self, cell: int) -> _Instance:
+    def _instance(self, cell: int) -> Instance:
         return self.available.get(cell) or self.original[self.problem.storage[cell]]
 
     def _finished(self) -> Lowered:
