@@ -144,6 +144,14 @@ def test_a_chain_drops_what_is_cheapest_to_compute_again() -> None:
     assert raised.value.least_peak_bytes == 3
 
 
+def test_decisions_say_what_survives_until_it_is_read() -> None:
+    graph, profile = chain(4, times_us=[5.0, 3.0, 2.0, 4.0])
+    decisions = plan_ilp(graph, profile, 3).decisions
+    assert [each.is_kept for each in decisions] == [False, False, True, True]
+    assert sum(each.added_us for each in decisions) == 13.0
+    assert "2 times" in decisions[0].reason
+
+
 def test_where_nothing_can_be_held_every_cell_is_computed_from_the_start() -> None:
     """Of seven cells, the last two are there when they are read; then 5 + 4 + 3 + 2 + 1 ops."""
     graph, profile = chain(7)
