@@ -1,6 +1,6 @@
 """Rekindle fits a PyTorch training step into the memory you have."""
 
-from rekindle.api import capture, optimize, plan, profile, simulate
+from rekindle.api import capture, optimize, plan, profile, simulate, verify
 from rekindle.core.devices import Device, add_device
 from rekindle.core.schedule import Plan
 from rekindle.errors import (
@@ -11,6 +11,7 @@ from rekindle.errors import (
     PlanError,
     ProfileError,
     RekindleError,
+    RewriteError,
 )
 from rekindle.fx.step import CapturedStep, TrainStep
 
@@ -27,6 +28,7 @@ __all__ = [
     "PlanError",
     "ProfileError",
     "RekindleError",
+    "RewriteError",
     "TrainStep",
     "add_device",
     "capture",
@@ -34,4 +36,5 @@ __all__ = [
     "plan",
     "profile",
     "simulate",
+    "verify",
 ]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from rekindle.core.comparison import Comparison
 from rekindle.core.cost import Profile
 from rekindle.core.devices import Device, find_device
 from rekindle.core.ir import StepGraph
@@ -19,7 +22,9 @@ from rekindle.core.simulate import simulate as simulate_step
 from rekindle.errors import ProfileError
 from rekindle.fx import cache as profile_cache
 from rekindle.fx import measure
-from rekindle.fx.step import CapturedStep, TrainStep
+from rekindle.fx.compare import compare
+from rekindle.fx.recording import Recording
+from rekindle.fx.step import Arrangement, CapturedStep, TrainStep
 from rekindle.plan.named import find_planner
 from rekindle.units import parse_budget
 
@@ -57,11 +62,20 @@ def optimize(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     batch: Any,
+    *,
+    budget: int | str | None = None,
+    planner: str = "auto",
+    profile: Profile | None = None,
 ) -> TrainStep:
     """Capture a training step and return it ready to train with: ``loss = step(batch)``.
 
     The numbers are bit for bit those of the plain function. `model` and `optimizer` stay the live
     objects: state dicts, schedulers and evaluation between steps work as always.
+
+    With a `budget` ("8GiB", "60%" of the plain step's own peak, or bytes), the step is profiled
+    and planned so that it stays within it: some activations are dropped and computed again.
+    Raises InfeasibleBudget, before anything runs, where that cannot be done. A `profile` made
+    before saves measuring; a batch of another shape is profiled and planned when it comes.
 
     >>> model = nn.Linear(4, 2)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -75,7 +89,59 @@ def optimize(
     >>> bool(step(torch.ones(8, 4)) > step(torch.ones(8, 4)))
     True
     """
-    return TrainStep(CapturedStep(train_step, model, optimizer, batch))
+    if budget is None:
+        return TrainStep(CapturedStep(train_step, model, optimizer, batch))
+
+    def arrange(recording: Recording, graph: StepGraph, tensors: list[torch.Tensor]) -> Arrangement:
+        known = profile is not None and profile.fingerprint == graph.fingerprint
+        costs = (
+            profile
+            if known
+            else _measured(
+                recording,
+                graph,
+                tensors,
+                next((p.device for p in model.parameters()), torch.device("cpu")),
+            )
+        )
+        assert costs is not None
+        return Arrangement(costs, plan(graph, costs, budget=budget, planner=planner))
+
+    return TrainStep(CapturedStep(train_step, model, optimizer, batch, arrange=arrange))
+
+
+def verify(
+    train_step: Callable[..., Any],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Any,
+    *,
+    budget: int | str,
+    planner: str = "auto",
+    steps: int = 3,
+) -> Comparison:
+    """Train plainly and under a budget from the same state, and compare every bit.
+
+    Both trainings run on copies: `model`, `optimizer` and the random generators stay as they are.
+    The result is true of `.equal`, or names what differs.
+
+    >>> model = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 2))
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> def train_step(model, optimizer, batch):
+    ...     loss = model(batch).square().mean()
+    ...     loss.backward()
+    ...     optimizer.step()
+    ...     optimizer.zero_grad()
+    ...     return loss
+    >>> verify(train_step, model, optimizer, torch.ones(512, 4), budget="100%").equal
+    True
+    """
+
+    def make() -> tuple[Any, nn.Module, torch.optim.Optimizer, Any]:
+        return train_step, *deepcopy((model, optimizer)), batch
+
+    within = partial(optimize, budget=budget, planner=planner)
+    return compare(make, within, steps=steps)
 
 
 def profile(
@@ -114,17 +180,34 @@ def profile(
             "this step was captured for a forecast and cannot be measured: name a GPU, as in "
             'device="H200", or capture it without as_on_gpu=True.'
         )
-    name, versions = measure.device_name(captured.device), measure.versions()
-    kept = profile_cache.load(graph, name, versions) if cache and runs <= 3 else None
-    if kept is not None:
-        return kept
-    measured = measure.measure_profile(
+    return _measured(
         captured.recording,
         graph,
         captured.first_batch(),
         captured.device,
+        cache=cache,
         runs=runs,
         progress=progress or (lambda text: None),
+    )
+
+
+def _measured(
+    recording: Recording,
+    graph: StepGraph,
+    batch: list[torch.Tensor] | None,
+    device: torch.device,
+    *,
+    cache: bool = True,
+    runs: int = 3,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Profile:
+    """A measured profile, from the cache where it is there."""
+    name, versions = measure.device_name(device), measure.versions()
+    kept = profile_cache.load(graph, name, versions) if cache and runs <= 3 else None
+    if kept is not None:
+        return kept
+    measured = measure.measure_profile(
+        recording, graph, batch, device, runs=runs, progress=progress
     )
     if cache:
         profile_cache.save(graph, measured)

@@ -101,7 +101,26 @@ class _Rewriter:
             self._run_optimizer(call)
         for node in self.recording.outputs:
             self.listing.renamed[node] = self.node_of[self.value_of[node.name], 0]
+        self._free_looks_at_state()
         return self.listing
+
+    def _free_looks_at_state(self) -> None:
+        """Views of what was there before the step hold no memory: each goes after its last use."""
+        entered = {entry.node for entry in self.recording.tape.entries}
+        storages = {self._storage(node) for node in entered}
+        outputs = set(self.listing.renamed.values())
+        looks = {
+            node
+            for (storage, _), nodes in self.held.items()
+            if storage in storages
+            for node in nodes
+            if node not in outputs
+        }
+        for node in reversed(self.listing.nodes):
+            last = [n for n in (node, *node.all_input_nodes) if n in looks]
+            if last:
+                self.listing.frees.setdefault(node, []).extend(last)
+                looks.difference_update(last)
 
     def _optimizer_places(self) -> tuple[dict[int, list[OptimizerCall]], list[OptimizerCall]]:
         """The op before which each call of the user's optimizer stands; and those after all."""

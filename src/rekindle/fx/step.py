@@ -7,12 +7,15 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from rekindle.core.cost import Profile
 from rekindle.core.ir import StepGraph
+from rekindle.core.schedule import Plan
+from rekindle.core.simulate import Trace, simulate
 from rekindle.errors import RekindleError
 from rekindle.fx import tree, where
 from rekindle.fx.capture import record
@@ -21,6 +24,8 @@ from rekindle.fx.execute import Program
 from rekindle.fx.guard import Guard, signature
 from rekindle.fx.lift import lift
 from rekindle.fx.recording import Recording
+from rekindle.fx.rewrite import rewrite
+from rekindle.fx.rewrite_check import check_listing
 from rekindle.fx.timing import Measurement, measure
 
 log = logging.getLogger("rekindle")
@@ -29,12 +34,31 @@ MAX_VARIANTS = 16
 """How many captures a step keeps, for different batch shapes and modes; the oldest go first."""
 
 
+class Arrangement(NamedTuple):
+    """What was decided about a captured step: its costs, and the plan it runs by."""
+
+    profile: Profile
+    plan: Plan
+
+
+# From a recording, its graph and the batch's tensors: how the step is to run.
+Arrange = Callable[[Recording, StepGraph, list[torch.Tensor]], Arrangement]
+
+
 class Variant:
     """One capture: valid for one batch signature and one form of the user's objects."""
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(
+        self, recording: Recording, arrange: Arrange | None, batch: list[torch.Tensor]
+    ) -> None:
         self.graph: StepGraph = lift(recording)
-        self.program = Program(recording)
+        self.arranged = arrange(recording, self.graph, batch) if arrange else None
+        listing = None
+        if self.arranged is not None:
+            schedule = self.arranged.plan.schedule
+            listing = rewrite(recording, self.graph, schedule)
+            check_listing(recording, self.graph, listing, schedule)
+        self.program = Program(recording, listing)
         self.guard = Guard(recording)
 
 
@@ -53,8 +77,10 @@ class CapturedStep:
         batch: Any,
         *,
         as_on_gpu: bool = False,
+        arrange: Arrange | None = None,
     ) -> None:
         _check_types(train_step, model, optimizer)
+        self._arrange = arrange
         self._train_step = train_step
         self._model = model
         self._optimizer = optimizer
@@ -76,6 +102,11 @@ class CapturedStep:
     def n_captures(self) -> int:
         """How many captures are kept: one for each batch signature and mode met so far."""
         return sum(len(variants) for variants in self._variants.values())
+
+    @property
+    def arranged(self) -> Arrangement | None:
+        """The profile and plan of what was captured first; None where nothing is dropped."""
+        return self._first.arranged
 
     @property
     def device(self) -> torch.device:
@@ -141,7 +172,7 @@ class CapturedStep:
         recording = record(
             self._train_step, self._model, self._optimizer, batch, as_on_gpu=self.is_forecast
         )
-        variant = Variant(recording)
+        variant = Variant(recording, self._arrange, tree.flatten(batch).tensors)
         if others:
             log.info("captured the step anew: %s", others[-1].guard.reason)
         elif self._variants:
@@ -199,6 +230,24 @@ class TrainStep:
     def graph(self) -> StepGraph:
         """The captured step as a torch-free graph."""
         return self._captured.graph
+
+    @property
+    def profile(self) -> Profile | None:
+        """What every op costs; None for a step without a budget, which is not profiled."""
+        arranged = self._captured.arranged
+        return arranged.profile if arranged else None
+
+    @property
+    def plan(self) -> Plan | None:
+        """What is kept and what is computed again; None for a step without a budget."""
+        arranged = self._captured.arranged
+        return arranged.plan if arranged else None
+
+    @property
+    def trace(self) -> Trace | None:
+        """Bytes and microseconds at every position, as forecast; None without a budget."""
+        arranged = self._captured.arranged
+        return simulate(self.graph, *arranged) if arranged else None
 
     @property
     def n_captures(self) -> int:

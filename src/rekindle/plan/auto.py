@@ -23,15 +23,18 @@ from rekindle.plan.chain import Chain
 from rekindle.plan.cut import CutNetwork
 from rekindle.plan.lower import Choices, Lowered, choices, keep_all, lower
 from rekindle.plan.mincut import cheapest_cut
-from rekindle.plan.polish import fit, polish
+from rekindle.plan.polish import exchange, fit, polish
 from rekindle.plan.problem import Problem, problem_of
+from rekindle.plan.program import MOST_SECONDS
 from rekindle.plan.result import write_up
 
+_CLOSE = 1.02  # within this factor of the bound, nothing more is tried
 _TIGHTENINGS = 4  # how often the chain is asked again for less where it went over
 _LOWERINGS = (0.05, 0.02, 0.01, 0.005, 0.002)  # by how much a still lower peak is asked for
 _MOST_OPS_FOR_ALL = 4000  # of a larger step, the others are asked only where nothing fits
-_MOST_FOR_MUTWO = 150  # activations: beyond, its greedy order costs more than it brings
-_MOST_FOR_ILP = 130  # decisions of the integer program: beyond, symmetric steps take long
+_MOST_FOR_ILP = 130  # decisions of the integer program: up to here it is solved at once
+_MOST_FOR_A_TRY = 1000  # and up to here it is tried where the others stay far from the bound
+_TRY_SECONDS = 10.0
 
 
 def plan_auto(graph: StepGraph, profile: Profile, budget_bytes: int) -> Plan:
@@ -103,7 +106,18 @@ class Session:
             self.tried.append(self.least)
         self.tried = self._undominated()
         self.tried += list(self._improved(budget_bytes))
+        found = self._cheapest(budget_bytes)
+        if not found or found.added_us > _CLOSE * self.bound.added_us(budget_bytes):
+            self.tried += self._exchanged(found, budget_bytes)
         return self._cheapest(budget_bytes)
+
+    def _exchanged(self, found: Candidate | None, budget_bytes: int) -> Iterator[Candidate]:
+        """What a wider search finds where the cheapest is far from the bound, or there is none."""
+        if found and found.chosen:
+            yield self._candidate(exchange(self.problem, found.chosen, budget_bytes))
+        if not self.is_small and ilp.n_decisions(self.problem) <= _MOST_FOR_A_TRY:
+            with suppress(PlanError):
+                yield self._exact(budget_bytes, _TRY_SECONDS)
 
     def _improved(self, budget_bytes: int) -> Iterator[Candidate]:
         """What local search makes of the cheapest that fits, and of the next that does not."""
@@ -120,6 +134,11 @@ class Session:
     def chain(self) -> Chain:
         """The step as a chain of blocks."""
         return Chain(self.problem)
+
+    @cached_property
+    def greedy(self) -> mutwo.Way:
+        """What μ-TWO drops one after the other."""
+        return mutwo.Way(self.problem)
 
     @cached_property
     def at_any_budget(self) -> list[Candidate]:
@@ -142,6 +161,9 @@ class Session:
             asked = int(best.peak_bytes * (1 - share))
             tried = self._candidate(fit(self.problem, best.chosen, asked))
             best = min(best, tried, key=_peak_first)
+        if ilp.n_decisions(self.problem) <= _MOST_FOR_A_TRY:
+            with suppress(PlanError):
+                best = min(best, self._exact(None, _TRY_SECONDS), key=_peak_first)
         return best
 
     @cached_property
@@ -174,16 +196,15 @@ class Session:
         cut, _ = cheapest_cut(problem, budget_bytes, self.network)
         if cut is not None:
             yield self._candidate(cut)
-        if len(problem.droppable) <= _MOST_FOR_MUTWO:
-            greedy = mutwo.greedy_choices(problem, budget_bytes)
-            if greedy is not None:
-                yield self._candidate(greedy)
+        greedy = self.greedy.first_within(budget_bytes)
+        if greedy is not None:
+            yield self._candidate(greedy)
 
     def _candidate(self, chosen: Choices) -> Candidate:
         return Candidate(chosen.keep, lower(self.problem, chosen), chosen)
 
-    def _exact(self, budget_bytes: int | None) -> Candidate:
-        lowered = ilp.optimum(self.problem, budget_bytes)
+    def _exact(self, budget_bytes: int | None, seconds: float = MOST_SECONDS) -> Candidate:
+        lowered = ilp.optimum(self.problem, budget_bytes, seconds)
         return Candidate(ilp.survivors(self.problem, lowered), lowered, None)
 
     def _cheapest(self, budget_bytes: int) -> Candidate | None:

@@ -7,6 +7,7 @@ one by one, and only the bytes they keep add up.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -24,8 +25,8 @@ class Segment:
 
     `cells` and `ops` give the whole problem's number for each of its own; `exports` are the cells
     it must keep for later segments, in its own numbers, and `borders` those that one of its blocks
-    hands on to another. `block_of_cell` counts its blocks from 0. After every reader, one op more
-    stands for all that run before the next reader.
+    hands on to another. `block_of_cell` counts its blocks from 0. Before its first reader and
+    after each, one op more stands for all that run there until the next reader.
     """
 
     problem: Problem
@@ -48,7 +49,8 @@ class Blocks:
         for i, op in enumerate(self.ops):
             for cell in problem.reads[op]:
                 self.readers[cell].append(i)
-        self.ends = _cuts(self._crossing(), most)  # one past the last op of each block
+        self._all_readers = [op for op, _ in problem.readers]
+        self.ends = _cuts(self._crossing(), most, sum(problem.bytes) + 1)
         self.block_of_op = np.searchsorted(self.ends, np.arange(len(self.ops)), side="right")
         self.block_of_cell = [int(self.block_of_op[self.number[op]]) for op in problem.writer]
         self.pinned, self.global_cells = self._far()
@@ -120,10 +122,13 @@ class Blocks:
         local = {cell: i for i, cell in enumerate(cells)}
         start = int(self.ends[first - 1]) if first else 0
         forward = self.ops[start : int(self.ends[last - 1])]
-        readers = sorted({op for c in cells for op in problem.needs[c]})
+        readers = sorted({op for c in cells for op in problem.needs[c]}.difference(forward))
         ops = [*forward, *(op for reader in readers for op in (reader, reader))]
+        if readers:
+            ops.insert(len(forward), readers[0])
         place = {op: i for i, op in enumerate(forward)}
-        place.update({op: len(forward) + 2 * i for i, op in enumerate(readers)})
+        place.update({op: len(forward) + 1 + 2 * i for i, op in enumerate(readers)})
+        needs = [[place[op] for op in problem.needs[c] if op not in forward] for c in cells]
         exports = [local[c] for c in cells if self.exports(c, last)]
         blocks = [self.block_of_cell[c] - first for c in cells]
         borders = [
@@ -139,12 +144,12 @@ class Blocks:
             bytes=[problem.bytes[c] for c in cells],
             writer=[place[problem.writer[c]] for c in cells],
             last_use=[place.get(problem.last_use[c], final) for c in cells],
-            needs=[[place[op] for op in problem.needs[c]] for c in cells],
+            needs=needs,
             can_keep=[problem.can_keep[c] for c in cells],
             must_keep=[problem.must_keep[c] or problem.writer[c] in self.pinned for c in cells],
             reads=[[local[c] for c in problem.reads[op] if c in local] for op in ops],
             writes=[[local[c] for c in problem.writes[op]] for op in forward]
-            + [[] for _ in range(2 * len(readers))],
+            + [[] for _ in ops[len(forward) :]],
             also_makes=[[] for _ in ops],
             times=[problem.times[op] for op in ops],
             workspaces=problem.workspaces[ops],
@@ -167,24 +172,42 @@ class Blocks:
         return Segment(sub, cells, ops, exports, borders, blocks, signature)
 
     def _base(self, forward: list[int], readers: list[int]) -> Ints:
-        """The base at each op of a segment; after a reader, the most there is before the next."""
+        """The base at each op of a segment; between readers, the most there is before the next.
+
+        Before the first, it counts from the last reader of whatever segment.
+        """
         base = self.problem.base
-        rest = []
-        for reader, following in zip(
-            readers, [*readers[1:], readers[-1] + 1] if readers else [], strict=True
-        ):
-            between = base[reader + 1 : following]
-            rest += [base[reader], between.max() if len(between) else 0]
+
+        def most(start: int, stop: int) -> int:
+            return int(base[start:stop].max(initial=0))
+
+        rest: list[int] = []
+        if readers:
+            place = bisect_left(self._all_readers, readers[0])
+            before = self._all_readers[place - 1] if place else self.ops[-1]
+            rest.append(most(before + 1, readers[0]))
+        for reader, following in zip(readers, [*readers[1:], self.problem.n_ops], strict=False):
+            stop = min(following, self._next_reader(reader))
+            rest += [int(base[reader]), most(reader + 1, stop)]
         return np.array([*base[forward], *rest], dtype=np.int64)
 
+    def _next_reader(self, op: int) -> int:
+        """The next reader of whatever segment."""
+        place = bisect_right(self._all_readers, op)
+        return self._all_readers[place] if place < len(self._all_readers) else self.problem.n_ops
 
-def _cuts(crossing: Ints, most: int) -> Ints:
-    """Where to cut: one past ops at which no more bytes cross than at any op near, spaced out."""
+
+def _cuts(crossing: Ints, most: int, never: int) -> Ints:
+    """Where to cut: one past ops at which no more bytes cross than at any op near, spaced out.
+
+    The result has the end of each block. `never` is what crosses where there must be no cut.
+    """
     n = len(crossing)
     radius = max(1, n // most)
     ends: list[int] = []
     for i in range(n - 1):
         near = crossing[max(0, i - radius) : min(n - 1, i + radius + 1)]
-        if crossing[i] <= near.min() and (not ends or i + 1 >= ends[-1] + radius):
+        is_least = crossing[i] < never and crossing[i] <= near.min()
+        if is_least and (not ends or i + 1 >= ends[-1] + radius):
             ends.append(i + 1)
     return np.array([*ends, n], dtype=np.int64)

@@ -11,7 +11,7 @@ The order in which candidates are dropped does not depend on the budget, only wh
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,43 +32,42 @@ def plan_mutwo(graph: StepGraph, profile: Profile, budget_bytes: int) -> Plan:
     where no number of drops fits, the error carries the least peak on the way.
     """
     problem = problem_of(graph, profile)
-    order = list(Greedy(problem).run())
-    floors = peak_floors(problem, order)
-    chosen = _first_that_fits(problem, order, floors, budget_bytes)
+    way = Way(problem)
+    chosen = way.first_within(budget_bytes)
     if chosen is None:
-        least = _least_peak_bytes(problem, order, floors)
+        least = way.least_peak_bytes()
         raise InfeasibleBudget(budget_bytes=budget_bytes, least_peak_bytes=least)
     return finish(problem, chosen, planner="mutwo", budget_bytes=budget_bytes)
 
 
-def greedy_choices(problem: Problem, budget_bytes: int) -> Choices | None:
-    """The first choices on the greedy's way that fit the budget; None if none does."""
-    order = list(Greedy(problem).run())
-    return _first_that_fits(problem, order, peak_floors(problem, order), budget_bytes)
+class Way:
+    """The greedy's way: what it drops one after the other, which does not depend on the budget."""
 
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.order = list(Greedy(problem).run())
+        self.floors = peak_floors(problem, self.order)
 
-def _first_that_fits(
-    problem: Problem, order: Sequence[int], floors: Ints, budget_bytes: int
-) -> Choices | None:
-    for n_dropped in np.flatnonzero(floors <= budget_bytes).tolist():
-        chosen = _after(problem, order[:n_dropped])
-        if lower(problem, chosen).peak_bytes <= budget_bytes:
-            return chosen
-    return None
+    def first_within(self, budget_bytes: int) -> Choices | None:
+        """The first choices on the way that fit the budget; None if none does."""
+        for n_dropped in np.flatnonzero(self.floors <= budget_bytes).tolist():
+            chosen = self._after(n_dropped)
+            if lower(self.problem, chosen).peak_bytes <= budget_bytes:
+                return chosen
+        return None
 
+    def least_peak_bytes(self) -> int:
+        """The least peak after any number of drops, the most promising number first."""
+        least = lower(self.problem, self._after(0)).peak_bytes
+        for n_dropped in np.argsort(self.floors, kind="stable").tolist():
+            if self.floors[n_dropped] >= least:
+                break
+            least = min(least, lower(self.problem, self._after(n_dropped)).peak_bytes)
+        return least
 
-def _after(problem: Problem, dropped: Iterable[int]) -> Choices:
-    return choices(problem, set(problem.droppable).difference(dropped))
-
-
-def _least_peak_bytes(problem: Problem, order: Sequence[int], floors: Ints) -> int:
-    """The least peak after any number of drops, the most promising number first."""
-    least = lower(problem, _after(problem, ())).peak_bytes
-    for n_dropped in np.argsort(floors, kind="stable").tolist():
-        if floors[n_dropped] >= least:
-            break
-        least = min(least, lower(problem, _after(problem, order[:n_dropped])).peak_bytes)
-    return least
+    def _after(self, n_dropped: int) -> Choices:
+        kept = set(self.problem.droppable).difference(self.order[:n_dropped])
+        return choices(self.problem, kept)
 
 
 @dataclass(slots=True)

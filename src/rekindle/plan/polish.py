@@ -7,28 +7,28 @@ import numpy as np
 from rekindle.plan.lower import Choices, Lowered, lower
 from rekindle.plan.problem import Floats, Problem
 
-_WORK = 300_000  # ops to lower in all: some hundred tries on a step of some thousand ops
+_WORK = 300_000  # ops to lower in one search: some hundred tries on a step of some thousand ops
+_WORK_FOR_EXCHANGES = 1_000_000
 _PATIENCE = 25  # tries in vain before giving up
 _BREADTH = 12  # changes tried at a peak, the most promising ones
 
 
+class _Search:
+    """Lowers choices, and counts how often it still may."""
+
+    def __init__(self, problem: Problem, work: int) -> None:
+        self.problem = problem
+        self.left = max(10, work // max(problem.n_ops, 1))
+
+    def lower(self, chosen: Choices) -> Lowered:
+        self.left -= 1
+        return lower(self.problem, chosen)
+
+
 def polish(problem: Problem, chosen: Choices, budget_bytes: int) -> Choices:
     """Keep dropped cells after all, dearest first, while the peak stays within the budget."""
-    best = lower(problem, chosen)
-    refused: set[int] = set()
-    for _ in range(_tries(problem)):
-        room = budget_bytes - _used(problem, best)
-        cell = _dearest(problem, chosen, room, refused)
-        if cell is None or len(refused) >= _PATIENCE:
-            break
-        attempt = _changed(chosen, cell, keep=True)
-        lowered = lower(problem, attempt)
-        if lowered.peak_bytes <= budget_bytes and lowered.recompute_us < best.recompute_us:
-            chosen, best = attempt, lowered
-            refused.clear()
-        else:
-            refused.add(cell)
-    return chosen
+    search = _Search(problem, _WORK)
+    return _polish(search, chosen, search.lower(chosen), budget_bytes)[0]
 
 
 def fit(problem: Problem, chosen: Choices, budget_bytes: int) -> Choices:
@@ -37,14 +37,60 @@ def fit(problem: Problem, chosen: Choices, budget_bytes: int) -> Choices:
     A kept cell can be dropped; one that was computed again early can be let go and computed once
     more. Of the changes tried, that which takes most off what is over the budget for its time.
     """
-    best = lower(problem, chosen)
-    tries = _tries(problem)
-    while best.peak_bytes > budget_bytes and tries > 0:
+    search = _Search(problem, _WORK)
+    return _fit(search, chosen, search.lower(chosen), budget_bytes)[0]
+
+
+def exchange(problem: Problem, chosen: Choices, budget_bytes: int) -> Choices:
+    """Keep one cell more, or one less, and let the rest adapt; take it where that is cheaper."""
+    search = _Search(problem, _WORK_FOR_EXCHANGES)
+    best = search.lower(chosen)
+    cells = sorted(problem.droppable, key=lambda c: -problem.times[problem.writer[c]])
+    is_better = True
+    while is_better and search.left > 0:
+        is_better = False
+        for cell in cells:
+            if search.left <= 0:
+                break
+            attempt = _changed(chosen, cell, keep=not chosen.keep[cell])
+            lowered = search.lower(attempt)
+            attempt, lowered = _fit(search, attempt, lowered, budget_bytes)
+            if lowered.peak_bytes > budget_bytes:
+                continue
+            attempt, lowered = _polish(search, attempt, lowered, budget_bytes)
+            if lowered.recompute_us < best.recompute_us - 1e-6:
+                chosen, best, is_better = attempt, lowered, True
+    return chosen
+
+
+def _polish(
+    search: _Search, chosen: Choices, best: Lowered, budget_bytes: int
+) -> tuple[Choices, Lowered]:
+    problem = search.problem
+    refused: set[int] = set()
+    while search.left > 0 and len(refused) < _PATIENCE:
+        room = budget_bytes - _used(problem, best)
+        cell = _dearest(problem, chosen, room, _copies(best), refused)
+        if cell is None:
+            break
+        attempt = _changed(chosen, cell, keep=True)
+        lowered = search.lower(attempt)
+        if lowered.peak_bytes <= budget_bytes and lowered.recompute_us < best.recompute_us:
+            chosen, best = attempt, lowered
+            refused.clear()
+        else:
+            refused.add(cell)
+    return chosen, best
+
+
+def _fit(
+    search: _Search, chosen: Choices, best: Lowered, budget_bytes: int
+) -> tuple[Choices, Lowered]:
+    while best.peak_bytes > budget_bytes and search.left > 0:
         over = _over(best, budget_bytes)
         found: list[tuple[float, Choices, Lowered]] = []
-        for attempt in _lighter(problem, chosen, best)[:_BREADTH]:
-            tries -= 1
-            lowered = lower(problem, attempt)
+        for attempt in _lighter(search.problem, chosen, best)[:_BREADTH]:
+            lowered = search.lower(attempt)
             gain = over - _over(lowered, budget_bytes)
             if gain > 0:
                 price = max(lowered.recompute_us - best.recompute_us, 1e-3)
@@ -52,11 +98,7 @@ def fit(problem: Problem, chosen: Choices, budget_bytes: int) -> Choices:
         if not found:
             break
         _, chosen, best = max(found, key=lambda entry: entry[0])
-    return chosen
-
-
-def _tries(problem: Problem) -> int:
-    return max(10, _WORK // max(problem.n_ops, 1))
+    return chosen, best
 
 
 def _changed(
@@ -83,8 +125,27 @@ def _over(lowered: Lowered, budget_bytes: int) -> float:
     return float(np.maximum(lowered.live - budget_bytes, 0).sum(dtype=np.float64))
 
 
-def _dearest(problem: Problem, chosen: Choices, room: Floats, refused: set[int]) -> int | None:
-    """The dropped cell that costs most to compute, of those that fit across their gap."""
+def _copies(lowered: Lowered) -> dict[int, list[tuple[int, int]]]:
+    """By storage: the captured ops between which each of its copies lives."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    for i in lowered.instances:
+        if i.copy:
+            span = int(lowered.anchor[i.start]), int(lowered.anchor[i.end])
+            found.setdefault(i.storage, []).append(span)
+    return found
+
+
+def _dearest(
+    problem: Problem,
+    chosen: Choices,
+    room: Floats,
+    copies: dict[int, list[tuple[int, int]]],
+    refused: set[int],
+) -> int | None:
+    """The dropped cell that costs most to compute, of those that fit across their gap.
+
+    Where a copy of it is there already, there is room for it.
+    """
     best, best_us = None, 0.0
     for cell in problem.droppable:
         if chosen.keep[cell] or cell in refused or not problem.can_keep[cell]:
@@ -92,8 +153,11 @@ def _dearest(problem: Problem, chosen: Choices, room: Floats, refused: set[int])
         us = problem.times[problem.writer[cell]]
         if us <= best_us:
             continue
-        gap = room[problem.last_use[cell] + 1 : problem.needs[cell][0]]
-        if len(gap) == 0 or gap.min() >= problem.bytes[cell]:
+        start, nbytes = problem.last_use[cell] + 1, problem.bytes[cell]
+        gap = room[start : problem.needs[cell][0]].copy()
+        for first, last in copies.get(problem.storage[cell], ()):
+            gap[max(first - start, 0) : max(last + 1 - start, 0)] += nbytes
+        if gap.min(initial=nbytes) >= nbytes:
             best, best_us = cell, us
     return best
 
