@@ -67,17 +67,17 @@ class PlanError(RekindleError):
 class InfeasibleBudget(PlanError):
     """No plan was found that stays within the budget; `least_peak_bytes` is the smallest found.
 
-    >>> raise InfeasibleBudget(budget_bytes=1 << 20, least_peak_bytes=1 << 21)  # doctest: +ELLIPSIS
+    >>> raise InfeasibleBudget(budget_bytes=1 << 20, least_peak_bytes=1 << 21)
     Traceback (most recent call last):
-    rekindle.errors.InfeasibleBudget: no plan stays within 1.00 MiB: the least peak found is ...
+    rekindle.errors.InfeasibleBudget: no plan stays within 1MiB: the least peak found is 2MiB
     """
 
     def __init__(self, *, budget_bytes: int, least_peak_bytes: int) -> None:
-        from rekindle.units import format_bytes  # which itself imports this module
+        from rekindle.units import format_budget  # which itself imports this module
 
         super().__init__(
-            f"no plan stays within {format_bytes(budget_bytes)}: the least peak found is "
-            f"{format_bytes(least_peak_bytes)}."
+            f"no plan stays within {format_budget(budget_bytes)}: the least peak found is "
+            f"{format_budget(least_peak_bytes)}"
         )
         self.budget_bytes = budget_bytes
         self.least_peak_bytes = least_peak_bytes
