@@ -2,8 +2,9 @@
 
 Most steps are chains of blocks: the dynamic program over segments (`chain`) finds plans within a
 few parts in a thousand of the bound there. What the other planners would choose is tried as well,
-so that `auto` is never worse than any of them; small steps are solved to the optimum (`ilp`). Room
-that is left is put to use by a local search against the exact simulation (`polish`).
+so that `auto` is never worse than any of them (on a step of many thousand ops, where the chain
+leaves nothing to be found, only if it finds no plan); small steps are solved to the optimum
+(`ilp`). Local search against the exact simulation puts room that is left to use (`polish`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from rekindle.plan.lower import Choices, Lowered, choices, keep_all, lower
 from rekindle.plan.mincut import cheapest_cut
 from rekindle.plan.polish import exchange, fit, polish
 from rekindle.plan.problem import Problem, problem_of
-from rekindle.plan.program import MOST_SECONDS
 from rekindle.plan.result import write_up
 
 _CLOSE = 1.02  # within this factor of the bound, nothing more is tried
@@ -34,7 +34,8 @@ _LOWERINGS = (0.05, 0.02, 0.01, 0.005, 0.002)  # by how much a still lower peak 
 _MOST_OPS_FOR_ALL = 4000  # of a larger step, the others are asked only where nothing fits
 _MOST_FOR_ILP = 130  # decisions of the integer program: up to here it is solved at once
 _MOST_FOR_A_TRY = 1000  # and up to here it is tried where the others stay far from the bound
-_TRY_SECONDS = 10.0
+_MOST_DROPPABLE_FOR_A_TRY = 120  # with more activations, there are more decisions than that
+_TRY_NODES = 1000  # of the search tree
 
 
 def plan_auto(graph: StepGraph, profile: Profile, budget_bytes: int) -> Plan:
@@ -70,13 +71,12 @@ class Candidate:
 
 
 class Session:
-    """What `auto` knows of one step: all it has tried, and what does not depend on the budget."""
+    """What `auto` knows of one step whatever the budget: made once, asked for many budgets."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.network = CutNetwork(problem)
         self.bound = Bound(problem, self.network)
-        self.tried: list[Candidate] = []
 
     def plan(self, budget_bytes: int) -> Plan:
         """The cheapest plan found within the budget."""
@@ -99,36 +99,20 @@ class Session:
         plain = self._candidate(keep_all(self.problem))
         if plain.peak_bytes <= budget_bytes:
             return plain
-        self.tried += self._at(budget_bytes)
-        if self.problem.n_ops <= _MOST_OPS_FOR_ALL or self._cheapest(budget_bytes) is None:
-            self.tried += [*self.at_any_budget, *self._others_at(budget_bytes)]
-        if self._cheapest(budget_bytes) is None:
-            self.tried.append(self.least)
-        self.tried = self._undominated()
-        self.tried += list(self._improved(budget_bytes))
-        found = self._cheapest(budget_bytes)
-        if not found or found.added_us > _CLOSE * self.bound.added_us(budget_bytes):
-            self.tried += self._exchanged(found, budget_bytes)
-        return self._cheapest(budget_bytes)
-
-    def _exchanged(self, found: Candidate | None, budget_bytes: int) -> Iterator[Candidate]:
-        """What a wider search finds where the cheapest is far from the bound, or there is none."""
-        if found and found.chosen:
-            yield self._candidate(exchange(self.problem, found.chosen, budget_bytes))
-        if not self.is_small and ilp.n_decisions(self.problem) <= _MOST_FOR_A_TRY:
+        if self.n_decisions <= _MOST_FOR_ILP:
             with suppress(PlanError):
-                yield self._exact(budget_bytes, _TRY_SECONDS)
-
-    def _improved(self, budget_bytes: int) -> Iterator[Candidate]:
-        """What local search makes of the cheapest that fits, and of the next that does not."""
-        found = [self._cheapest(budget_bytes)]
-        beyond = [each for each in self.tried if each.peak_bytes > budget_bytes]
-        if beyond and not self.is_small and (chosen := beyond[0].chosen):
-            found.append(self._candidate(fit(self.problem, chosen, budget_bytes)))
-        for each in found:
-            if each and each.chosen and each.peak_bytes <= budget_bytes:
-                yield each
-                yield self._candidate(polish(self.problem, each.chosen, budget_bytes))
+                return self._exact(budget_bytes)
+        is_large = self.problem.n_ops > _MOST_OPS_FOR_ALL
+        tried = list(self._by_chain(budget_bytes))
+        if not is_large or not _cheapest(tried, budget_bytes):
+            tried += [*self.at_any_budget, *self._by_others(budget_bytes)]
+        if not _cheapest(tried, budget_bytes):
+            tried.append(self.least)
+        tried += list(self._improved(_undominated(tried), budget_bytes))
+        found = _cheapest(tried, budget_bytes)
+        if not found or found.added_us > _CLOSE * self.bound.added_us(budget_bytes):
+            tried += self._by_wider_search(None if is_large else found, budget_bytes)
+        return _cheapest(tried, budget_bytes)
 
     @cached_property
     def chain(self) -> Chain:
@@ -151,8 +135,8 @@ class Session:
     @cached_property
     def least(self) -> Candidate:
         """The candidate of least peak; of several, the cheapest."""
-        with suppress(PlanError):
-            if self.is_small:
+        if self.n_decisions <= _MOST_FOR_ILP:
+            with suppress(PlanError):
                 return self._exact(None)
         known = [*self.at_any_budget, self._candidate(self.chain.least_peak())]
         best = min(known, key=_peak_first)
@@ -161,22 +145,20 @@ class Session:
             asked = int(best.peak_bytes * (1 - share))
             tried = self._candidate(fit(self.problem, best.chosen, asked))
             best = min(best, tried, key=_peak_first)
-        if ilp.n_decisions(self.problem) <= _MOST_FOR_A_TRY:
+        if self.n_decisions <= _MOST_FOR_A_TRY:
             with suppress(PlanError):
-                best = min(best, self._exact(None, _TRY_SECONDS), key=_peak_first)
+                best = min(best, self._exact(None, _TRY_NODES), key=_peak_first)
         return best
 
     @cached_property
-    def is_small(self) -> bool:
-        """Whether the integer program is quick."""
-        return ilp.n_decisions(self.problem) <= _MOST_FOR_ILP
+    def n_decisions(self) -> float:
+        """The size of the integer program; infinite where it need not be counted."""
+        if len(self.problem.droppable) > _MOST_DROPPABLE_FOR_A_TRY:
+            return float("inf")
+        return ilp.n_decisions(self.problem)
 
-    def _at(self, budget_bytes: int) -> Iterator[Candidate]:
-        """The optimum of a small step; of any other, what the dynamic program finds."""
-        if self.is_small:
-            with suppress(PlanError):  # infeasible, or not solved in time
-                yield self._exact(budget_bytes)
-            return
+    def _by_chain(self, budget_bytes: int) -> Iterator[Candidate]:
+        """What the dynamic program finds; asked for less where its estimate was too low."""
         asked = budget_bytes
         for _ in range(_TIGHTENINGS):
             chosen = self.chain.solve(asked)
@@ -188,36 +170,52 @@ class Session:
                 break
             asked -= candidate.peak_bytes - budget_bytes
 
-    def _others_at(self, budget_bytes: int) -> Iterator[Candidate]:
+    def _by_others(self, budget_bytes: int) -> Iterator[Candidate]:
         """What the other planners choose that look at the budget."""
-        problem = self.problem
-        if self.is_small:
-            return
-        cut, _ = cheapest_cut(problem, budget_bytes, self.network)
-        if cut is not None:
-            yield self._candidate(cut)
-        greedy = self.greedy.first_within(budget_bytes)
-        if greedy is not None:
-            yield self._candidate(greedy)
+        cut, _ = cheapest_cut(self.problem, budget_bytes, self.network)
+        for chosen in (cut, self.greedy.first_within(budget_bytes)):
+            if chosen is not None:
+                yield self._candidate(chosen)
+
+    def _improved(self, front: list[Candidate], budget_bytes: int) -> Iterator[Candidate]:
+        """What local search makes of the cheapest that fits, and of the next that does not."""
+        found = [_cheapest(front, budget_bytes)]
+        beyond = [each for each in front if each.peak_bytes > budget_bytes]
+        if beyond and (chosen := beyond[0].chosen):
+            found.append(self._candidate(fit(self.problem, chosen, budget_bytes)))
+        for each in found:
+            if each and each.chosen and each.peak_bytes <= budget_bytes:
+                yield each
+                yield self._candidate(polish(self.problem, each.chosen, budget_bytes))
+
+    def _by_wider_search(self, found: Candidate | None, budget_bytes: int) -> Iterator[Candidate]:
+        """What is tried where the cheapest is far from the bound, or there is none."""
+        if found and found.chosen:
+            yield self._candidate(exchange(self.problem, found.chosen, budget_bytes))
+        if self.n_decisions <= _MOST_FOR_A_TRY:
+            with suppress(PlanError):
+                yield self._exact(budget_bytes, _TRY_NODES)
 
     def _candidate(self, chosen: Choices) -> Candidate:
         return Candidate(chosen.keep, lower(self.problem, chosen), chosen)
 
-    def _exact(self, budget_bytes: int | None, seconds: float = MOST_SECONDS) -> Candidate:
-        lowered = ilp.optimum(self.problem, budget_bytes, seconds)
+    def _exact(self, budget_bytes: int | None, nodes: int | None = None) -> Candidate:
+        lowered = ilp.optimum(self.problem, budget_bytes, nodes)
         return Candidate(ilp.survivors(self.problem, lowered), lowered, None)
 
-    def _cheapest(self, budget_bytes: int) -> Candidate | None:
-        fitting = [each for each in self.tried if each.peak_bytes <= budget_bytes]
-        return min(fitting, key=lambda each: (each.added_us, each.peak_bytes), default=None)
 
-    def _undominated(self) -> list[Candidate]:
-        """Those of the tried that are cheaper than all with a lower peak."""
-        front: list[Candidate] = []
-        for each in sorted(self.tried, key=_peak_first):
-            if not front or each.added_us < front[-1].added_us:
-                front.append(each)
-        return front
+def _cheapest(tried: list[Candidate], budget_bytes: int) -> Candidate | None:
+    fitting = [each for each in tried if each.peak_bytes <= budget_bytes]
+    return min(fitting, key=lambda each: (each.added_us, each.peak_bytes), default=None)
+
+
+def _undominated(tried: list[Candidate]) -> list[Candidate]:
+    """Those of the tried that are cheaper than all with a lower peak; the lowest first."""
+    front: list[Candidate] = []
+    for each in sorted(tried, key=_peak_first):
+        if not front or each.added_us < front[-1].added_us:
+            front.append(each)
+    return front
 
 
 def _peak_first(candidate: Candidate) -> tuple[int, float]:

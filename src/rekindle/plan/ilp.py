@@ -37,7 +37,7 @@ from rekindle.errors import InfeasibleBudget, PlanError
 from rekindle.plan.bursts import Bursts, lower_bursts
 from rekindle.plan.lower import Lowered
 from rekindle.plan.problem import Problem, problem_of
-from rekindle.plan.program import MOST_SECONDS, Program
+from rekindle.plan.program import Program
 from rekindle.plan.result import write_up
 
 MOST_DECISIONS = 1_000
@@ -60,19 +60,22 @@ def plan_ilp(graph: StepGraph, profile: Profile, budget_bytes: int) -> Plan:
     )
 
 
-def optimum(problem: Problem, budget_bytes: int | None, seconds: float = MOST_SECONDS) -> Lowered:
-    """What adds the least time within a budget; without one, what has the least peak."""
+def optimum(problem: Problem, budget_bytes: int | None, nodes: int | None = None) -> Lowered:
+    """What adds the least time within a budget; without one, what has the least peak.
+
+    Raises PlanError where the search is not over after so many nodes of its tree.
+    """
     lowered = lower_bursts(problem, ())
     if budget_bytes is not None and lowered.peak_bytes <= budget_bytes:
         return lowered
     model = _Model(problem)
     if budget_bytes is not None:
-        while (found := model.program.cheapest_within(budget_bytes, seconds)) is not None:
+        while (found := model.program.cheapest_within(budget_bytes, nodes)) is not None:
             lowered = lower_bursts(problem, model.bursts(found))
             if lowered.peak_bytes <= budget_bytes:
                 return lowered
             model.program.forbid(found)  # it fits but for the solver's rounding
-    lowered = lower_bursts(problem, model.bursts(model.program.least_peak(seconds)))
+    lowered = lower_bursts(problem, model.bursts(model.program.least_peak(nodes)))
     if budget_bytes is not None:
         raise InfeasibleBudget(budget_bytes=budget_bytes, least_peak_bytes=lowered.peak_bytes)
     return lowered

@@ -8,7 +8,7 @@ from rekindle.plan.lower import Choices, Lowered, lower
 from rekindle.plan.problem import Floats, Problem
 
 _WORK = 300_000  # ops to lower in one search: some hundred tries on a step of some thousand ops
-_WORK_FOR_EXCHANGES = 1_000_000
+_WORK_FOR_EXCHANGES = 600_000
 _PATIENCE = 25  # tries in vain before giving up
 _BREADTH = 12  # changes tried at a peak, the most promising ones
 

@@ -72,7 +72,7 @@ class Program:
         terms = [(v, 1.0 if solution[v] else -1.0) for v in chosen]
         self._rows.append((sum(solution[v] for v in chosen) - 1.0, terms))
 
-    def cheapest_within(self, budget: int, seconds: float) -> list[bool] | None:
+    def cheapest_within(self, budget: int, nodes: int | None = None) -> list[bool] | None:
         """The variables, as true or false, of the cheapest solution in a budget; None if none is.
 
         What is no decision has no meaning in it.
@@ -85,9 +85,9 @@ class Program:
         ]
         if any(limit < 0 and not terms for limit, terms in rows):
             return None
-        return self._solve(np.array(self._costs), rows, seconds)
+        return self._solve(np.array(self._costs), rows, nodes)
 
-    def least_peak(self, seconds: float) -> list[bool]:
+    def least_peak(self, nodes: int | None = None) -> list[bool]:
         """The same for the solution with the least peak, whatever it costs."""
         largest = max(c + sum(f for _, f in terms) for terms, c in self._peaks.items())
         unit = max(1.0, largest / MOST_UNITS)
@@ -98,7 +98,7 @@ class Program:
         ]
         costs = np.zeros(peak + 1)
         costs[peak] = 1.0
-        found = self._solve(costs, rows, seconds)
+        found = self._solve(costs, rows, nodes)
         if found is None:
             raise PlanError("the integer program has no solution: no way to run the step was found")
         return found
@@ -114,7 +114,7 @@ class Program:
         self,
         costs: NDArray[np.float64],
         rows: list[tuple[float, list[tuple[int, float]]]],
-        seconds: float,
+        nodes: int | None,
     ) -> list[bool] | None:
         n_own, n = len(self._costs), len(costs)
         rows = [*self._rows, *rows]
@@ -127,18 +127,21 @@ class Program:
         high[n_own:] = np.inf
         integrality = np.zeros(n)
         integrality[:n_own] = self._is_whole
+        options = {"mip_rel_gap": 0.0, "time_limit": MOST_SECONDS}
+        if nodes is not None:
+            options["node_limit"] = nodes
         result = milp(
             costs,
             integrality=integrality,
             bounds=Bounds(low, high),
             constraints=LinearConstraint(matrix, -np.inf, [limit for limit, _ in rows]),
-            options={"mip_rel_gap": 0.0, "time_limit": seconds},
+            options=options,
         )
         if result.status == 2:
             return None
         if result.status == 1:
             raise PlanError(
-                f"the integer program was not solved within {seconds:.0f} s: the step is too "
+                f"the integer program was not solved within {MOST_SECONDS:.0f} s: the step is too "
                 "large for the planner ilp. Use the planner auto."
             )
         if result.status != 0:
