@@ -2,9 +2,9 @@
 
 Most steps are chains of blocks: the dynamic program over segments (`chain`) finds plans within a
 few parts in a thousand of the bound there. What the other planners would choose is tried as well,
-so that `auto` is never worse than any of them (on a step of many thousand ops, where the chain
-leaves nothing to be found, only if it finds no plan); small steps are solved to the optimum
-(`ilp`). Local search against the exact simulation puts room that is left to use (`polish`).
+so that `auto` is never worse than any of them (of a step of many thousand ops, only what μ-TWO
+would choose, as long as anything fits); small steps are solved to the optimum (`ilp`). Local search
+against the exact simulation puts room that is left to use (`polish`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rekindle.plan.result import write_up
 
 _CLOSE = 1.02  # within this factor of the bound, nothing more is tried
 _TIGHTENINGS = 4  # how often the chain is asked again for less where it went over
-_LOWERINGS = (0.05, 0.02, 0.01, 0.005, 0.002)  # by how much a still lower peak is asked for
+_LOWERINGS = (0.03, 0.01, 0.003)  # by how much a still lower peak is asked for
 _MOST_OPS_FOR_ALL = 4000  # of a larger step, the others are asked only where nothing fits
 _MOST_FOR_ILP = 130  # decisions of the integer program: up to here it is solved at once
 _MOST_FOR_A_TRY = 1000  # and up to here it is tried where the others stay far from the bound
@@ -103,9 +103,9 @@ class Session:
             with suppress(PlanError):
                 return self._exact(budget_bytes)
         is_large = self.problem.n_ops > _MOST_OPS_FOR_ALL
-        tried = list(self._by_chain(budget_bytes))
+        tried = [*self._by_chain(budget_bytes), *self._by_greedy(budget_bytes)]
         if not is_large or not _cheapest(tried, budget_bytes):
-            tried += [*self.at_any_budget, *self._by_others(budget_bytes)]
+            tried += [*self.at_any_budget, *self._by_cut(budget_bytes)]
         if not _cheapest(tried, budget_bytes):
             tried.append(self.least)
         tried += list(self._improved(_undominated(tried), budget_bytes))
@@ -170,12 +170,17 @@ class Session:
                 break
             asked -= candidate.peak_bytes - budget_bytes
 
-    def _by_others(self, budget_bytes: int) -> Iterator[Candidate]:
-        """What the other planners choose that look at the budget."""
-        cut, _ = cheapest_cut(self.problem, budget_bytes, self.network)
-        for chosen in (cut, self.greedy.first_within(budget_bytes)):
-            if chosen is not None:
-                yield self._candidate(chosen)
+    def _by_greedy(self, budget_bytes: int) -> Iterator[Candidate]:
+        """What μ-TWO drops."""
+        chosen = self.greedy.first_within(budget_bytes)
+        if chosen is not None:
+            yield self._candidate(chosen)
+
+    def _by_cut(self, budget_bytes: int) -> Iterator[Candidate]:
+        """What one price per byte keeps."""
+        chosen, _ = cheapest_cut(self.problem, budget_bytes, self.network)
+        if chosen is not None:
+            yield self._candidate(chosen)
 
     def _improved(self, front: list[Candidate], budget_bytes: int) -> Iterator[Candidate]:
         """What local search makes of the cheapest that fits, and of the next that does not."""
