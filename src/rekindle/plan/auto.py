@@ -139,16 +139,23 @@ class Session:
             with suppress(PlanError):
                 return self._exact(None)
         known = [*self.at_any_budget, self._candidate(self.chain.least_peak())]
-        best = min(known, key=_peak_first)
+        best, *others = sorted(known, key=_peak_first)
         for share in _LOWERINGS:
-            assert best.chosen is not None
-            asked = int(best.peak_bytes * (1 - share))
-            tried = self._candidate(fit(self.problem, best.chosen, asked))
-            best = min(best, tried, key=_peak_first)
+            best = self._below(best, best, share)
+        if self.problem.n_ops <= _MOST_OPS_FOR_ALL:
+            for start in others[:3]:
+                best = self._below(best, start, _LOWERINGS[-1])
         if self.n_decisions <= _MOST_FOR_A_TRY:
             with suppress(PlanError):
                 best = min(best, self._exact(None, _TRY_NODES), key=_peak_first)
         return best
+
+    def _below(self, best: Candidate, start: Candidate, share: float) -> Candidate:
+        """What local search makes of a start when asked for a peak below the best's, if better."""
+        assert start.chosen is not None
+        asked = int(best.peak_bytes * (1 - share))
+        found = self._candidate(fit(self.problem, start.chosen, asked))
+        return min(best, found, key=_peak_first)
 
     @cached_property
     def n_decisions(self) -> float:
