@@ -11,12 +11,11 @@ planes: a small linear program proposes prices, the cut answers with a plan, the
 constraint of the program.
 
 What must a plan that keeps a cell pay for? An activation it holds until its last read. A cell that
-no backward op reads is kept for the sake of ops that compute others from it. Say op o is the first
-to read it, and makes the activation d: from then until d's first read either d is held, or o runs
-once more. So either the smaller of the two is held until d's first read; or o's time is spent
-again, and it or something that follows from it is held until the first moment at which anything
-could be read (`_holdings`). Several cells that lead to one activation share its bytes. Recomputed
-copies count for nothing else.
+no backward op reads is kept for the sake of ops that compute others from it. Say op o computes the
+activation d from it. Up to the last run of o before d is first read, the cell is held, since its
+own op never runs again; from then on d is held. So the smaller of the two is held all along, and
+so it is where the way from the cell to d is longer (`_ways`). Several cells that lead to one
+activation share its bytes. Recomputed copies count for nothing else.
 """
 
 from __future__ import annotations
@@ -36,24 +35,22 @@ _MOST_WAYS = 6  # by which a cell that no backward op reads leads to activations
 
 
 class Way(NamedTuple):
-    """From a cell to an activation: when that is first read, what is held, what is spent again."""
+    """From a cell to an activation: when that is first read, and what is held until then."""
 
     until: int
     nbytes: float
-    again_us: float
 
 
 class Holdings(NamedTuple):
     """What keeping a cell may come to, one row a way: of the rows of a cell, the cheapest counts.
 
-    The cell's `nbytes` are held at the ops start…stop-1, and `extra_us` is spent.
+    So many bytes are held at the ops start…stop-1.
     """
 
     cell: Ints
     start: Ints
     stop: Ints
     nbytes: Floats
-    extra_us: Floats
 
 
 class Bound:
@@ -98,15 +95,12 @@ class Bound:
         return best
 
     def _cut(self, positions: list[int], prices: Floats) -> tuple[float, float, Floats]:
-        """The cut at these prices: its value, the time it adds, and the bytes it holds at each op.
-
-        A plan's time includes what is spent again for cells that are not held.
-        """
+        """The cut at these prices: its value, the time it adds, the bytes it holds at each op."""
         problem, rows = self.problem, self.holdings
         per_op = np.zeros(problem.n_ops)
         per_op[positions] = prices
         total = np.concatenate([[0.0], np.cumsum(per_op)])
-        row_price = rows.nbytes * (total[rows.stop] - total[rows.start]) + rows.extra_us
+        row_price = rows.nbytes * (total[rows.stop] - total[rows.start])
         for position, price in zip(positions, prices, strict=True):
             for cell in self.reads_at.get(position, ()):
                 row_price[self.row_of[cell]] -= problem.bytes[cell] * price
@@ -116,7 +110,7 @@ class Bound:
         cell_price[rows.cell[first]] = np.maximum(row_price[first], 0.0)
         cut = self.network.solve(cell_price)
         kept = first[np.isin(rows.cell[first], cut.kept)]
-        added_us = sum(problem.times[op] for op in cut.ops) + float(rows.extra_us[kept].sum())
+        added_us = sum(problem.times[op] for op in cut.ops)
         return cut.value_us, added_us, self._held_at(kept)
 
     def _held_at(self, kept: NDArray[np.intp]) -> Floats:
@@ -179,55 +173,43 @@ def _lingering(problem: Problem) -> list[int]:
 
 def _holdings(problem: Problem) -> Holdings:
     """What keeping each cell comes to: see the module's docstring."""
-    ways, soonest = _ways(problem)
-    rows: list[tuple[int, int, int, float, float]] = []
+    ways = _ways(problem)
+    rows: list[tuple[int, int, int, float]] = []
     for cell, needs in enumerate(problem.needs):
         idle, size = problem.last_use[cell] + 1, float(problem.bytes[cell])
         if needs:
-            rows.append((cell, idle, needs[-1] + 1, size, 0.0))
-            continue
-        least = min((way.nbytes for way in ways[cell]), default=0.0)
-        for way in ways[cell]:
-            rows.append((cell, idle, max(way.until, idle), min(size, way.nbytes), 0.0))
-            rows.append((cell, idle, max(soonest[cell], idle), min(size, least), way.again_us))
-    table = np.array(rows, dtype=np.float64).reshape(-1, 5)
+            rows.append((cell, idle, needs[-1] + 1, size))
+        else:
+            rows += [(cell, idle, max(w.until, idle), min(size, w.nbytes)) for w in ways[cell]]
+    table = np.array(rows, dtype=np.float64).reshape(-1, 4)
     whole = table[:, :3].astype(np.int64)
-    return Holdings(whole[:, 0], whole[:, 1], whole[:, 2], table[:, 3], table[:, 4])
+    return Holdings(whole[:, 0], whole[:, 1], whole[:, 2], table[:, 3])
 
 
-def _ways(problem: Problem) -> tuple[list[list[Way]], list[int]]:
-    """The ways from each cell to activations, and the first op for whose sake it could be read."""
+def _ways(problem: Problem) -> list[list[Way]]:
+    """The ways from each cell to activations."""
     ways: list[list[Way]] = [
-        [Way(needs[0], float(problem.bytes[cell]), np.inf)] if needs else []
+        [Way(needs[0], float(problem.bytes[cell]))] if needs else []
         for cell, needs in enumerate(problem.needs)
     ]
-    soonest = list(problem.first_need)
     for op in sorted(set(problem.writer), reverse=True):
-        made = [(cell, way) for cell in problem.writes[op] for way in ways[cell]]
         inner = [cell for cell in problem.reads[op] if not problem.needs[cell]]
-        share = 1 / max(len(inner), 1)
         onward = [
-            Way(
-                way.until,
-                min(way.nbytes, problem.bytes[cell]) * share,
-                min(way.again_us, problem.times[op]) * share,
-            )
-            for cell, way in made
+            Way(way.until, min(way.nbytes, problem.bytes[cell]) / max(len(inner), 1))
+            for cell in problem.writes[op]
+            for way in ways[cell]
         ]
-        first = min((soonest[cell] for cell in problem.writes[op]), default=problem.n_ops)
-        for cell in problem.reads[op]:
-            soonest[cell] = min(soonest[cell], first)
         for cell in inner:
             ways[cell] = _cheapest(ways[cell] + onward)
-    return ways, soonest
+    return ways
 
 
 def _cheapest(ways: list[Way]) -> list[Way]:
     """The ways that may be the cheapest; a long list is cut short to one that is below them all."""
     front: list[Way] = []
     for way in sorted(set(ways)):
-        if not any(a.nbytes <= way.nbytes and a.again_us <= way.again_us for a in front):
+        if not front or way.nbytes < front[-1].nbytes:
             front.append(way)
     if len(front) <= _MOST_WAYS:
         return front
-    return [Way(*(min(values) for values in zip(*front, strict=True)))]
+    return [Way(front[0].until, front[-1].nbytes)]
