@@ -1,0 +1,128 @@
+"""One price for the whole step: the cheapest priced cut that fits, and steps worked on paper."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hand_made import BACKWARD, FORWARD, LOSS, Call, profile_of, step, storages
+from plan.chains import chain
+from plan.diamonds import DIAMOND_LEAST_PEAK, DIAMOND_OPTIMA, diamond
+from plan.random_steps import random_step
+
+from rekindle.core.ir import Role
+from rekindle.core.schedule import Plan
+from rekindle.errors import InfeasibleBudget
+from rekindle.plan.cut import CutNetwork
+from rekindle.plan.lower import choices, keep_all, lower
+from rekindle.plan.mincut import cheapest_cut, plan_mincut
+from rekindle.plan.problem import problem_of
+
+
+def dropped(plan: Plan) -> list[int]:
+    """The storages of the activations that are dropped."""
+    return [decision.storage for decision in plan.decisions if not decision.is_kept]
+
+
+def test_a_chain_drops_the_cells_that_free_most_for_their_time() -> None:
+    """Five cells of 5 bytes (storages 1 to 5) that take 1 to 5 µs, gradients of 1 byte.
+
+    26 bytes are there where cell 4 is read. A price drops the cells up to some time: cell 0 frees 5
+    bytes, cells 0 and 1 free 10. With cell 2 as well, the three are there together where cell 2 is
+    read, between two gradients: 17 bytes. So the peak is never below 16.
+    """
+    graph, profile = chain(5, 5, [1.0, 2.0, 3.0, 4.0, 5.0], gradient_bytes=1)
+    assert dropped(plan_mincut(graph, profile, 26)) == []
+    for budget, storages_dropped, us in (
+        (25, [1], 1.0),
+        (21, [1], 1.0),
+        (20, [1, 2], 3.0),
+        (16, [1, 2], 3.0),
+    ):
+        plan = plan_mincut(graph, profile, budget)
+        assert dropped(plan) == storages_dropped
+        assert plan.recompute_us == us
+    with pytest.raises(InfeasibleBudget) as raised:
+        plan_mincut(graph, profile, 15)
+    assert raised.value.least_peak_bytes == 16
+
+
+def test_a_diamond_drops_the_cheaper_side_then_both_then_their_source() -> None:
+    graph, profile = diamond()
+    for budget, cells, us in DIAMOND_OPTIMA:
+        plan = plan_mincut(graph, profile, budget)
+        assert dropped(plan) == [1 + cell for cell in cells]
+        assert plan.recompute_us == us
+        assert plan.peak_bytes <= budget
+    with pytest.raises(InfeasibleBudget) as raised:
+        plan_mincut(graph, profile, DIAMOND_LEAST_PEAK - 1)
+    assert raised.value.least_peak_bytes == DIAMOND_LEAST_PEAK
+
+
+def test_the_price_is_found_between_two_that_are_tried_first() -> None:
+    """Both sides take about 1 µs a byte: a coarse step of the price drops both, a fine one the
+    cheaper."""
+    graph, profile = diamond((10.0, 8.0, 8.2))
+    assert plan_mincut(graph, profile, 43).recompute_us == 8.0
+
+
+def test_a_slow_source_is_kept_though_nothing_reads_it_in_the_backward_pass() -> None:
+    """Cell 0 (1 byte, 50 µs) leads to cell 1 (10 bytes, 2 µs), the activation."""
+    graph = step(
+        storages(
+            (0, Role.INPUT),
+            (1, Role.TEMP),
+            (10, Role.ACTIVATION),
+            (0, Role.OUTPUT),
+            (1, Role.GRAD_MAP),
+        ),
+        entering=[0],
+        calls=[
+            Call(FORWARD, [0], [1]),
+            Call(FORWARD, [1], [2]),
+            Call(LOSS, [2], [3]),
+            Call(BACKWARD, [3], [4]),
+            Call(BACKWARD, [2, 4]),
+        ],
+        outputs=[3],
+    )
+    profile = profile_of(graph, times_us=[50.0, 2.0, 1.0, 1.0, 1.0], workspaces={3: 20})
+    assert plan_mincut(graph, profile, 31).recompute_us == 0
+    assert plan_mincut(graph, profile, 30).recompute_us == 2
+    assert plan_mincut(graph, profile, 22).recompute_us == 2
+    assert plan_mincut(graph, profile, 21).recompute_us == 52
+
+
+def test_no_price_gives_a_cheaper_plan_up_to_the_first_that_fits() -> None:
+    """Against a fine sweep of all prices from 0 up to the first at which the plan fits."""
+    n_found = 0
+    for seed in range(30):
+        rng = random.Random(seed)
+        problem = problem_of(*random_step(rng, rng.randint(3, 12)))
+        network, nbytes = CutNetwork(problem), np.array(problem.bytes, dtype=np.float64)
+        most = lower(problem, keep_all(problem)).peak_bytes
+        budget = (most + lower(problem, choices(problem, ())).peak_bytes) // 2
+        if budget >= most:
+            continue
+        typical = network.costs_us.sum() / nbytes.sum()
+        for price in typical * np.geomspace(1e-3, 1e3, 120):
+            lowered = lower(problem, choices(problem, network.solve(price * nbytes).kept))
+            if lowered.peak_bytes <= budget:
+                best, least = cheapest_cut(problem, budget)
+                assert best is not None
+                assert least <= budget
+                assert lower(problem, best).recompute_us <= lowered.recompute_us
+                n_found += 1
+                break
+    assert n_found > 10
+
+
+def test_the_peak_that_is_given_as_least_can_be_had() -> None:
+    for seed in range(15):
+        rng = random.Random(seed)
+        graph, profile = random_step(rng, rng.randint(1, 12), micro_batches=1 + seed % 2)
+        with pytest.raises(InfeasibleBudget) as raised:
+            plan_mincut(graph, profile, 0)
+        least = raised.value.least_peak_bytes
+        assert plan_mincut(graph, profile, least).peak_bytes == least
