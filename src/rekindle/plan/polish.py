@@ -7,22 +7,23 @@ import numpy as np
 from rekindle.plan.lower import Choices, Lowered, lower
 from rekindle.plan.problem import Floats, Problem
 
-_WORK = 300_000  # ops to lower in one search: some hundred tries on a step of some thousand ops
-_WORK_FOR_EXCHANGES = 600_000
+_WORK = 300_000  # ops to place in one search: some hundred tries on a step of some thousand ops
+_WORK_FOR_EXCHANGES = 500_000
 _PATIENCE = 25  # tries in vain before giving up
 _BREADTH = 12  # changes tried at a peak, the most promising ones
 
 
 class _Search:
-    """Lowers choices, and counts how often it still may."""
+    """Lowers choices, and counts how many more ops it may place."""
 
     def __init__(self, problem: Problem, work: int) -> None:
         self.problem = problem
-        self.left = max(10, work // max(problem.n_ops, 1))
+        self.left = max(10 * problem.n_ops, work)
 
     def lower(self, chosen: Choices) -> Lowered:
-        self.left -= 1
-        return lower(self.problem, chosen)
+        lowered = lower(self.problem, chosen)
+        self.left -= len(lowered.ops)
+        return lowered
 
 
 def polish(problem: Problem, chosen: Choices, budget_bytes: int) -> Choices:
