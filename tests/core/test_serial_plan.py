@@ -74,7 +74,7 @@ def spoilt(**changes: Any) -> bytes:
         b'{"schema": 1}',
         b'{"schema": 99}',
         b'{"schema": 1, "plan": []}',
-        gzip.compress(b'{"schema": 1')[:-9],
+        gzip.compress(b'{"schema": 1', mtime=0)[:-9],
         spoilt(schedule=[0, 0, 1]),
         spoilt(schedule=[0, "0"]),
         spoilt(schedule=[0.5, 0]),
