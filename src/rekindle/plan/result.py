@@ -123,15 +123,14 @@ def _added_us(problem: Problem, keep: list[bool], lowered: Lowered) -> dict[int,
     """
     added: dict[int, float] = {}
     positions = [int(p) for p in (lowered.copies > 0).nonzero()[0]]
-    owner_of: dict[tuple[int, int], int] = {}  # by burst and cell: whom a reader works for
+    owner_of: dict[int, int] = {}  # by cell: whom its next reader works for
     for position in reversed(positions):
-        op, burst = int(lowered.ops[position]), int(lowered.copies[position])
+        op = int(lowered.ops[position])
         own = [c for c in problem.writes[op] if problem.needs[c] and not keep[c]]
-        passed = [owner_of[burst, c] for c in problem.writes[op] if (burst, c) in owner_of]
+        passed = [owner_of[c] for c in problem.writes[op] if c in owner_of]
         if not own and not passed:
             continue
         owner = max(own, key=lambda c: problem.bytes[c]) if own else passed[0]
         added[owner] = added.get(owner, 0.0) + problem.times[op]
-        for cell in problem.reads[op]:
-            owner_of.setdefault((burst, cell), owner)
+        owner_of.update(dict.fromkeys(problem.reads[op], owner))
     return added
