@@ -22,6 +22,7 @@ NAMES = [
     "PlanError",
     "ProfileError",
     "RekindleError",
+    "RewriteError",
     "TrainStep",
     "add_device",
     "capture",
@@ -29,6 +30,7 @@ NAMES = [
     "plan",
     "profile",
     "simulate",
+    "verify",
 ]
 
 _STEP = (
@@ -36,7 +38,13 @@ _STEP = (
 )
 SIGNATURES = {
     "capture": f"({_STEP}, *, as_on_gpu: bool = False) -> CapturedStep",
-    "optimize": f"({_STEP}) -> TrainStep",
+    "optimize": (
+        f"({_STEP}, *, budget: int | str | None = None, planner: str = auto, "
+        "profile: Profile | None = None) -> TrainStep"
+    ),
+    "verify": (
+        f"({_STEP}, *, budget: int | str, planner: str = auto, steps: int = 3) -> Comparison"
+    ),
     "profile": (
         "(captured: CapturedStep | TrainStep, *, device: str | None = None, cache: bool = True, "
         "runs: int = 3, progress: Callable[[str], None] | None = None) -> Profile"
