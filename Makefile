@@ -21,7 +21,7 @@ define venv
        && $(PYTHON) -m pip --python $(1)/bin/python install --quiet pip; }
 endef
 
-.PHONY: setup demo test lint typecheck test-newest bench clean
+.PHONY: setup demo test fuzz lint typecheck test-newest bench clean
 
 setup: .venv/.stamp
 
@@ -30,6 +30,10 @@ demo: setup
 
 test: lint typecheck
 	$(PYTEST) $(PY) -m pytest -n 2
+
+# The tests with generated examples, on examples that no run has seen.
+fuzz: setup
+	HYPOTHESIS_PROFILE=fuzz $(PYTEST) $(PY) -m pytest -n 2 -m hypothesis
 
 lint: setup
 	$(PY) -m ruff check

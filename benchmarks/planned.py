@@ -35,6 +35,8 @@ EQUAL = [("resnet50", 64, "50%"), ("bert-base", 32, "50%"), ("vit", 64, "50%"), 
 
 def run_case(name: str, batch: int, budgets: tuple[str, ...]) -> list[dict[str, Any]]:
     device = torch.device("cuda")
+    gc.collect()  # what the case before left behind would count as memory of this one
+    torch.cuda.empty_cache()
     work = models.build(name, batch=batch, precision="bf16", device="cuda")
     parts = (work.train_step, work.model, work.optimizer, work.batch)
     plain = measure(lambda: work.train_step(*parts[1:]), device=device, steps=8, warmup=3)

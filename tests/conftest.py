@@ -11,8 +11,15 @@ os.environ["TRANSFORMERS_OFFLINE"] = "1"
 
 import pytest
 import torch
+from hypothesis import settings
 
 GPU_TESTS = Path(__file__).parent / "gpu"
+
+
+# Generated examples are the same in every run; `make fuzz` looks for others.
+settings.register_profile("same", derandomize=True)
+settings.register_profile("fuzz", derandomize=False, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 
 def pytest_configure() -> None:

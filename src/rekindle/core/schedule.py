@@ -85,7 +85,7 @@ class Plan:
 
 
 @dataclass(slots=True)
-class _Copy:
+class LivingCopy:
     """One living copy of a storage: the version it holds, and the tensors that look at it."""
 
     number: int
@@ -128,7 +128,7 @@ class _Checker:
         self.graph = graph
         self.flow: Dataflow = dataflow(graph)
         self.entered = {value.storage for value in graph.values if value.producer is None}
-        self.living: dict[int, list[_Copy]] = {s: [_Copy(0, 0)] for s in self.entered}
+        self.living: dict[int, list[LivingCopy]] = {s: [LivingCopy(0, 0)] for s in self.entered}
         for value in graph.values:
             if value.producer is None:
                 self.living[value.storage][0].values.add(value.index)
@@ -156,7 +156,7 @@ class _Checker:
         versions = dict(flow.copy_reads[op.index] if copy else flow.reads[op.index])
         makes = flow.copy_makes[op.index] if copy else flow.makes[op.index]
         mutated = set(flow.mutates[op.index]) - (self.entered if copy else set())
-        seen: dict[int, _Copy] = {}
+        seen: dict[int, LivingCopy] = {}
         for value in inputs:
             storage = self.graph.values[value].storage
             own = copy if storage in mutated or (copy and op.is_view) else None
@@ -168,7 +168,7 @@ class _Checker:
             copies = self.living.setdefault(storage, [])
             if any(found.number == copy for found in copies):
                 raise InvalidSchedule(op.name, f"makes {self._named(storage, copy)} a second time")
-            copies.append(_Copy(copy, 1))
+            copies.append(LivingCopy(copy, 1))
             seen[storage] = copies[-1]
         for value in op.outputs if not (copy and op.copy_target) else op.outputs[:1]:
             storage = self.graph.values[value].storage
@@ -206,7 +206,7 @@ class _Checker:
             if storage not in self.entered and extra:
                 raise InvalidSchedule(self._named(storage, extra[0].number), "is never freed")
 
-    def _find(self, op: Op, value: int, version: int | None, own: int | None) -> _Copy:
+    def _find(self, op: Op, value: int, version: int | None, own: int | None) -> LivingCopy:
         """The newest living copy that holds what an op reads; at any version where that is None."""
         storage = self.graph.values[value].storage
         for found in reversed(self.living.get(storage, [])):

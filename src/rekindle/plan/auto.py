@@ -80,10 +80,9 @@ class Session:
 
     def plan(self, budget_bytes: int) -> Plan:
         """The cheapest plan found within the budget."""
-        best = self.best(budget_bytes)
-        if best is None:
-            least = self.least.peak_bytes
-            raise InfeasibleBudget(budget_bytes=budget_bytes, least_peak_bytes=least)
+        best = self.best(budget_bytes) or self.least
+        if best.peak_bytes > budget_bytes:
+            raise InfeasibleBudget(budget_bytes=budget_bytes, least_peak_bytes=best.peak_bytes)
         bound_us = min(self.bound.added_us(budget_bytes), best.added_us)
         return write_up(
             self.problem,
@@ -107,7 +106,7 @@ class Session:
         if not is_large or not _cheapest(tried, budget_bytes):
             tried += [*self.at_any_budget, *self._by_cut(budget_bytes)]
         if not _cheapest(tried, budget_bytes):
-            tried.append(self.least)
+            tried.append(self._lowest)
         tried += list(self._improved(_undominated(tried), budget_bytes))
         found = _cheapest(tried, budget_bytes)
         if not found or found.added_us > _CLOSE * self.bound.added_us(budget_bytes):
@@ -134,7 +133,15 @@ class Session:
 
     @cached_property
     def least(self) -> Candidate:
-        """The candidate of least peak; of several, the cheapest."""
+        """The candidate of least peak: asked for that peak, `best` finds no lower one."""
+        least = self._lowest
+        while (found := self.best(least.peak_bytes)) and found.peak_bytes < least.peak_bytes:
+            least = found
+        return least
+
+    @cached_property
+    def _lowest(self) -> Candidate:
+        """The candidate of least peak that asking for less and less leads to."""
         if self.n_decisions <= _MOST_FOR_ILP:
             with suppress(PlanError):
                 return self._exact(None)

@@ -67,12 +67,18 @@ class Bound:
         self.row_of = {int(cell): row for row, cell in enumerate(self.holdings.cell)}
         activations = np.isin(self.holdings.cell, problem.activations)
         self.all_kept = self.unavoidable + self._held_at(np.flatnonzero(activations))
+        self.known: dict[int, float] = {}
 
     def added_us(self, budget_bytes: int) -> float:
         """The least time that any plan within the budget must add, as far as can be proven.
 
         Infinite where even what is there whatever is decided does not fit.
         """
+        if budget_bytes not in self.known:
+            self.known[budget_bytes] = self._prove(budget_bytes)
+        return self.known[budget_bytes]
+
+    def _prove(self, budget_bytes: int) -> float:
         if self.unavoidable.max(initial=0) > budget_bytes:
             return float("inf")
         if self.all_kept.max(initial=0) <= budget_bytes:

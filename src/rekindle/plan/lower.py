@@ -15,7 +15,7 @@ import numpy as np
 
 from rekindle.core.dataflow import dataflow
 from rekindle.core.liveness import analyze
-from rekindle.core.schedule import Compute, Free, Instruction, Schedule
+from rekindle.core.schedule import Compute, Free, Instruction, LivingCopy, Schedule
 from rekindle.plan.problem import Ints, Problem
 
 
@@ -214,7 +214,7 @@ class _Emitter:
         self.graph = lowered.problem.graph
         self.flow = dataflow(self.graph)
         self.managed = set(lowered.problem.storage)
-        self.living: dict[int, list[_Copy]] = {}  # copies of managed storages
+        self.living: dict[int, list[LivingCopy]] = {}  # copies of managed storages
         self.made: list[Instruction] = []
 
     def run(self) -> list[Instruction]:
@@ -246,7 +246,7 @@ class _Emitter:
         op, flow = self.graph.ops[index], self.flow
         inputs = flow.copy_inputs[index] if copy else dict.fromkeys((*op.inputs, *op.mutates))
         versions = dict(flow.copy_reads[index] if copy else flow.reads[index])
-        seen: dict[int, _Copy] = {}
+        seen: dict[int, LivingCopy] = {}
         for value in inputs:
             storage = self.graph.values[value].storage
             if storage in self.managed:
@@ -257,13 +257,13 @@ class _Emitter:
                 seen[storage].version += 1
         for storage in flow.copy_makes[index] if copy else flow.makes[index]:
             if storage in self.managed:
-                seen[storage] = _Copy(copy, 1, set())
+                seen[storage] = LivingCopy(copy, 1)
                 self.living.setdefault(storage, []).append(seen[storage])
         for value in op.outputs if not (copy and op.copy_target) else op.outputs[:1]:
             if (storage := self.graph.values[value].storage) in seen:
                 seen[storage].values.add(value)
 
-    def provide(self, value: int, version: int) -> _Copy:
+    def provide(self, value: int, version: int) -> LivingCopy:
         """The newest copy that holds a value; the view is taken where the copy lacks it."""
         fitting = [
             copy
@@ -276,7 +276,7 @@ class _Emitter:
         self.look(value, fitting[-1])
         return fitting[-1]
 
-    def look(self, value: int, copy: _Copy) -> None:
+    def look(self, value: int, copy: LivingCopy) -> None:
         """Take a view of a copy; it may have been taken before the storage was last changed."""
         producer = self.graph.values[value].producer
         assert producer is not None  # managed storages are made in the step
@@ -287,10 +287,3 @@ class _Emitter:
                 self.look(base, copy)
         self.made.append(Compute(producer, copy.number))
         copy.values.update(op.outputs)
-
-
-@dataclass(slots=True)
-class _Copy:
-    number: int
-    version: int
-    values: set[int]

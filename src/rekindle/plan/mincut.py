@@ -38,8 +38,8 @@ def cheapest_cut(
     """The cheapest cut within the budget, if any, and the least peak of all cuts tried.
 
     The peak falls with the price, and rises again where long chains are recomputed at once. The
-    prices tried are a coarse grid first; then the interval in which the first fitting price lies is
-    bisected.
+    prices tried are a coarse grid first; then the interval below the first fitting price is
+    bisected, or, where none fits, the one below the price of the least peak.
     """
     network = network or CutNetwork(problem)
     nbytes = np.array(problem.bytes, dtype=np.float64)
@@ -52,14 +52,14 @@ def cheapest_cut(
         found.append((lowered.recompute_us, lowered.peak_bytes, chosen))
         return lowered.peak_bytes
 
-    grid = typical * np.geomspace(1e-3, 1e3, _GRID)
-    too_low = 0.0
-    if peak(0.0) > budget_bytes:
-        for price in grid:
-            if peak(float(price)) <= budget_bytes:
-                _bisect(peak, too_low, float(price), budget_bytes)
-                break
-            too_low = float(price)
+    grid = [0.0, *(typical * np.geomspace(1e-3, 1e3, _GRID)).tolist()]
+    peaks: list[int] = []
+    while len(peaks) < len(grid) and (not peaks or peaks[-1] > budget_bytes):
+        peaks.append(peak(grid[len(peaks)]))
+    least = max(budget_bytes, min(peaks))
+    first = next(place for place, each in enumerate(peaks) if each <= least)
+    if first > 0:
+        _bisect(peak, grid[first - 1], grid[first], least)
     fitting = [entry for entry in found if entry[1] <= budget_bytes]
     best = min(fitting, key=lambda entry: entry[:2])[2] if fitting else None
     return best, min(entry[1] for entry in found)
