@@ -2,6 +2,8 @@
 
 A value of `step` is named by its position: those that enter come first, in the order of `entering`,
 then each op's results in order. A result is a new storage, or a view of the storage it names.
+
+In a `costed_step` every result is a storage of its own, and an op says what it costs as well.
 """
 
 from __future__ import annotations
@@ -64,6 +66,43 @@ def storages(*sizes: tuple[int, Role], **more: Mapping[int, object]) -> list[Sto
         )  # type: ignore[arg-type]
         for index, (nbytes, role) in enumerate(sizes)
     ]
+
+
+@dataclass(frozen=True)
+class Costed:
+    """One op: its phase, what it reads, the bytes of each result, its costs, what it changes."""
+
+    phase: Phase
+    reads: Sequence[int]
+    sizes: Sequence[int] = ()
+    us: float = 1.0
+    workspace: int = 0
+    mutates: Sequence[int] = ()
+
+
+def costed_step(*ops: Costed, buffers: Sequence[int] = ()) -> tuple[StepGraph, Profile]:
+    """The graph of these ops, where value i lies in storage i, and what they cost.
+
+    A batch of no bytes enters, then buffers of these bytes. The step returns its losses. What the
+    forward pass makes is an activation where the backward pass reads it, and else a temporary.
+    """
+    read_backward = {value for op in ops if op.phase is BACKWARD for value in op.reads}
+    memory = [(0, Role.INPUT), *((nbytes, Role.BUFFER) for nbytes in buffers)]
+    entering = range(len(memory))
+    calls: list[Call] = []
+    outputs: list[int] = []
+    for op in ops:
+        made = range(len(memory), len(memory) + len(op.sizes))
+        calls.append(Call(op.phase, op.reads, made, op.mutates))
+        if op.phase is LOSS:
+            outputs += made
+        for value, nbytes in zip(made, op.sizes, strict=True):
+            waits = Role.ACTIVATION if value in read_backward else Role.TEMP
+            role = {LOSS: Role.OUTPUT, BACKWARD: Role.GRAD_MAP}.get(op.phase, waits)
+            memory.append((nbytes, role))
+    graph = step(storages(*memory), entering, calls, outputs)
+    workspaces = {index: op.workspace for index, op in enumerate(ops)}
+    return graph, profile_of(graph, times_us=[op.us for op in ops], workspaces=workspaces)
 
 
 def profile_of(

@@ -20,6 +20,7 @@ _SQUARE, _WIDE = (512, 512), (1024, 1024)
 FIRST = Source("layers.0.linear", "/home/me/project/models/net.py", 7)
 SECOND = Source("layers.1.act", "/home/me/project/models/net.py", 8)
 USER = Source("", "/home/me/project/train.py", 21)
+NASTY = '</script><img src=x onerror="console.error(1)">'
 
 
 def tiny_graph(first: Source = FIRST, mm: str = "mm") -> StepGraph:
@@ -75,6 +76,11 @@ def tiny_graph(first: Source = FIRST, mm: str = "mm") -> StepGraph:
         ),
         outputs=(5,),
     )
+
+
+def nasty_graph() -> StepGraph:
+    """The graph, with markup in its first op's name, module and file."""
+    return tiny_graph(Source(f"layers.0{NASTY}", f"{NASTY}.py", 3), mm=NASTY)
 
 
 def tiny_profile(graph: StepGraph) -> Profile:

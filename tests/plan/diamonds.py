@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hand_made import BACKWARD, FORWARD, LOSS, Call, profile_of, step, storages
+from hand_made import BACKWARD, FORWARD, LOSS, Costed, costed_step
 
 from rekindle.core.cost import Profile
-from rekindle.core.ir import Role, StepGraph
+from rekindle.core.ir import StepGraph
 
 
 def diamond(times_us: Sequence[float] = (10.0, 2.0, 3.0)) -> tuple[StepGraph, Profile]:
@@ -18,31 +18,29 @@ def diamond(times_us: Sequence[float] = (10.0, 2.0, 3.0)) -> tuple[StepGraph, Pr
     2, op 7 reads cell 1, op 8 reads cell 0, with a byte for each gradient. Whatever is dropped, 21
     bytes are there when op 3 makes cell 3. The times are those of cells 0, 1 and 2.
     """
-    graph = step(
-        storages(
-            (0, Role.INPUT),
-            (4, Role.ACTIVATION),
-            (8, Role.ACTIVATION),
-            (8, Role.ACTIVATION),
-            (1, Role.TEMP),
-            (0, Role.OUTPUT),
-            *3 * [(1, Role.GRAD_MAP)],
-        ),
-        entering=[0],
-        calls=[
-            Call(FORWARD, [0], [1]),
-            Call(FORWARD, [1], [2]),
-            Call(FORWARD, [1], [3]),
-            Call(FORWARD, [2, 3], [4]),
-            Call(LOSS, [4], [5]),
-            Call(BACKWARD, [5], [6]),
-            Call(BACKWARD, [3, 6], [7]),
-            Call(BACKWARD, [2, 6], [8]),
-            Call(BACKWARD, [1, 7, 8]),
+    return diamond_of(
+        [4, 8, 8, 1],
+        [*times_us, 1.0],
+        backward=[
+            Costed(BACKWARD, [5], [1], workspace=30),
+            Costed(BACKWARD, [3, 6], [1]),
+            Costed(BACKWARD, [2, 6], [1]),
+            Costed(BACKWARD, [1, 7, 8]),
         ],
-        outputs=[5],
     )
-    return graph, profile_of(graph, times_us=[*times_us, *6 * [1.0]], workspaces={5: 30})
+
+
+def diamond_of(
+    sizes: Sequence[int], times_us: Sequence[float], backward: Sequence[Costed]
+) -> tuple[StepGraph, Profile]:
+    """Four cells of these bytes and times, in storages 1 to 4, the loss, and these backward ops."""
+    sources = ([0], [1], [1], [2, 3])
+    cells = zip(sources, sizes, times_us, strict=True)
+    return costed_step(
+        *(Costed(FORWARD, reads, [nbytes], us) for reads, nbytes, us in cells),
+        Costed(LOSS, [4], [0]),
+        *backward,
+    )
 
 
 # Budgets, the cells that are best dropped to stay within each, and the time that adds.

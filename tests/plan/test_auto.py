@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from plan.asking import ask, least_peak
 from plan.chains import chain
-from plan.diamonds import DIAMOND_LEAST_PEAK, DIAMOND_OPTIMA, diamond
+from plan.diamonds import DIAMOND_OPTIMA, diamond
 from plan.random_steps import random_step
 from plan.synthetic import deep_resnet
 
 from rekindle.core.cost import Profile
 from rekindle.core.ir import StepGraph
-from rekindle.core.schedule import Compute, Plan
+from rekindle.core.schedule import Plan
 from rekindle.core.serial import load_profile
 from rekindle.core.simulate import simulate
 from rekindle.errors import InfeasibleBudget
@@ -37,38 +37,7 @@ def without_ilp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MOST_FOR_A_TRY", 0)
 
 
-def n_computed(graph: StepGraph, plan: Plan, n_cells: int) -> list[int]:
-    """How often each of the first ops runs again."""
-    again = [i.op for i in plan.schedule if isinstance(i, Compute) and i.copy]
-    return [again.count(op) for op in range(n_cells)]
-
-
 # Steps worked on paper
-
-
-def test_a_chain() -> None:
-    """Four cells and gradients of 1 byte. In 4 bytes, cell 1 is the cheapest that can be dropped.
-
-    In 3 bytes, nothing can lie beside a cell that is read and two gradients: cell 1 is computed
-    from the start, and then cell 0.
-    """
-    graph, profile = chain(4, times_us=[5.0, 3.0, 2.0, 4.0])
-    for budget, again in ((5, [0, 0, 0, 0]), (4, [0, 1, 0, 0]), (3, [2, 1, 0, 0])):
-        assert n_computed(graph, plan_auto(graph, profile, budget), 4) == again
-    with pytest.raises(InfeasibleBudget) as raised:
-        plan_auto(graph, profile, 2)
-    assert raised.value.least_peak_bytes == 3
-
-
-def test_a_diamond() -> None:
-    graph, profile = diamond()
-    for budget, cells, us in DIAMOND_OPTIMA:
-        plan = plan_auto(graph, profile, budget)
-        assert [d.storage - 1 for d in plan.decisions if not d.is_kept] == cells
-        assert plan.recompute_us == us
-    with pytest.raises(InfeasibleBudget) as raised:
-        plan_auto(graph, profile, DIAMOND_LEAST_PEAK - 1)
-    assert raised.value.least_peak_bytes == DIAMOND_LEAST_PEAK
 
 
 @pytest.mark.usefixtures("without_ilp")

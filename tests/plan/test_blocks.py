@@ -8,13 +8,12 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hand_made import BACKWARD, FORWARD, LOSS, Call, profile_of, step, storages
+from hand_made import BACKWARD, FORWARD, LOSS, Costed, costed_step
 from plan.chains import chain
 from plan.diamonds import DIAMOND_OPTIMA, diamond
 from plan.random_steps import random_step
 from plan.synthetic import deep_resnet
 
-from rekindle.core.ir import Role
 from rekindle.plan.blocks import Blocks
 from rekindle.plan.chain import Chain, Option
 from rekindle.plan.ilp import optimum
@@ -98,27 +97,17 @@ def test_a_segment_is_a_problem_of_its_own() -> None:
 
 def test_what_runs_between_the_readers_counts_in_the_segments_before_and_after() -> None:
     """Op 5 reads cell 1, op 6 nothing, op 7 cell 0; op 4, before them all, nothing either."""
-    graph = step(
-        storages(
-            (0, Role.INPUT),
-            *2 * [(4, Role.ACTIVATION)],
-            (0, Role.OUTPUT),
-            *3 * [(1, Role.GRAD_MAP)],
-        ),
-        entering=[0],
-        calls=[
-            Call(FORWARD, [0], [1]),
-            Call(FORWARD, [1], [2]),
-            Call(LOSS, [2], [3]),
-            Call(BACKWARD, [3], [4]),
-            Call(BACKWARD, [4]),
-            Call(BACKWARD, [2, 4], [5]),
-            Call(BACKWARD, [5], [6]),
-            Call(BACKWARD, [1, 6]),
-        ],
-        outputs=[3],
+    graph, profile = costed_step(
+        Costed(FORWARD, [0], [4]),
+        Costed(FORWARD, [1], [4]),
+        Costed(LOSS, [2], [0]),
+        Costed(BACKWARD, [3], [1]),
+        Costed(BACKWARD, [4], workspace=40),
+        Costed(BACKWARD, [2, 4], [1]),
+        Costed(BACKWARD, [5], [1], workspace=60),
+        Costed(BACKWARD, [1, 6]),
     )
-    problem = problem_of(graph, profile_of(graph, workspaces={4: 40, 6: 60}))
+    problem = problem_of(graph, profile)
     blocks = Blocks(problem)
     assert blocks.n_blocks == 2
     first, second = blocks.segment(0, 1), blocks.segment(1, 2)

@@ -6,36 +6,36 @@ import random
 from itertools import pairwise
 
 import pytest
-from hand_made import BACKWARD, FORWARD, LOSS, Call, profile_of, step, storages
+from hand_made import BACKWARD, FORWARD, LOSS, Costed, costed_step
 from plan.chains import chain
 from plan.random_steps import random_step
 
-from rekindle.core.ir import Role
 from rekindle.plan.bound import Bound
 from rekindle.plan.ilp import optimum
 from rekindle.plan.lower import keep_all, lower
 from rekindle.plan.problem import Problem, problem_of
 
 
-def one_idle_cell() -> Problem:
-    """A cell of 10 bytes that takes 7 µs lies idle while 20 bytes of workspace are in use."""
-    graph = step(
-        storages((0, Role.INPUT), (10, Role.ACTIVATION), (0, Role.OUTPUT), (1, Role.GRAD_MAP)),
-        entering=[0],
-        calls=[
-            Call(FORWARD, [0], [1]),
-            Call(LOSS, [1], [2]),
-            Call(BACKWARD, [2], [3]),
-            Call(BACKWARD, [1, 3]),
-        ],
-        outputs=[2],
-    )
-    return problem_of(graph, profile_of(graph, times_us=[7.0, 1, 1, 1], workspaces={2: 20}))
+def idle_cells(*times_us: float) -> Problem:
+    """Micro-batches, each with a cell of 10 bytes that takes this time and is read last.
+
+    It lies idle while 20 bytes of workspace are in use.
+    """
+    calls = []
+    for index, us in enumerate(times_us):
+        cell = 1 + 3 * index
+        calls += [
+            Costed(FORWARD, [0], [10], us),
+            Costed(LOSS, [cell], [0]),
+            Costed(BACKWARD, [cell + 1], [1], workspace=20),
+            Costed(BACKWARD, [cell, cell + 2]),
+        ]
+    return problem_of(*costed_step(*calls))
 
 
 def test_one_cell_must_go_by_as_much_as_is_over_the_budget() -> None:
     """31 bytes with it, 21 without: a budget in between takes its share of the 7 µs at least."""
-    bound = Bound(one_idle_cell())
+    bound = Bound(idle_cells(7.0))
     assert bound.added_us(31) == 0
     assert bound.added_us(21) == pytest.approx(7.0, rel=1e-3)
     assert bound.added_us(26) == pytest.approx(3.5, rel=1e-3)
@@ -43,7 +43,7 @@ def test_one_cell_must_go_by_as_much_as_is_over_the_budget() -> None:
 
 
 def test_below_what_is_there_whatever_is_decided_nothing_can_be_added() -> None:
-    assert Bound(one_idle_cell()).added_us(20) == float("inf")
+    assert Bound(idle_cells(7.0)).added_us(20) == float("inf")
 
 
 def test_the_cells_that_free_most_for_their_time_count_first() -> None:
@@ -61,27 +61,8 @@ def test_the_cells_that_free_most_for_their_time_count_first() -> None:
 
 
 def test_two_peaks_are_priced_at_once() -> None:
-    """Two micro-batches of the step with one idle cell: each must drop its own."""
-    graph = step(
-        storages(
-            (0, Role.INPUT),
-            *2 * [(10, Role.ACTIVATION), (0, Role.OUTPUT), (1, Role.GRAD_MAP)],
-        ),
-        entering=[0],
-        calls=[
-            Call(FORWARD, [0], [1]),
-            Call(LOSS, [1], [2]),
-            Call(BACKWARD, [2], [3]),
-            Call(BACKWARD, [1, 3]),
-            Call(FORWARD, [0], [4]),
-            Call(LOSS, [4], [5]),
-            Call(BACKWARD, [5], [6]),
-            Call(BACKWARD, [4, 6]),
-        ],
-        outputs=[2, 5],
-    )
-    times = [7.0, 1, 1, 1, 5.0, 1, 1, 1]
-    problem = problem_of(graph, profile_of(graph, times_us=times, workspaces={2: 20, 6: 20}))
+    """Of two micro-batches, each must drop its own."""
+    problem = idle_cells(7.0, 5.0)
     assert Bound(problem).added_us(21) == pytest.approx(12.0, rel=1e-3)
 
 
@@ -95,31 +76,18 @@ def sources_of_one_activation(*sizes: int) -> Problem:
     n = len(sizes)
     batch, f, d, spent, loss = 0, 1, n + 2, n + 3, n + 4
     sources = list(range(2, n + 2))
-    graph = step(
-        storages(
-            (0, Role.INPUT),
-            (1, Role.ACTIVATION),
-            *((size, Role.TEMP) for size in sizes),
-            (2, Role.ACTIVATION),
-            (1, Role.TEMP),
-            (0, Role.OUTPUT),
-            *2 * [(1, Role.GRAD_MAP)],
-        ),
-        entering=[batch],
-        calls=[
-            Call(FORWARD, [batch], [f]),
-            *(Call(FORWARD, [batch], [source]) for source in sources),
-            Call(FORWARD, sources, [d]),
-            Call(FORWARD, sources, [spent]),
-            Call(LOSS, [spent], [loss]),
-            Call(BACKWARD, [f, loss], [n + 5]),
-            Call(BACKWARD, [n + 5], [n + 6]),
-            Call(BACKWARD, [d, n + 6]),
-        ],
-        outputs=[loss],
+    return problem_of(
+        *costed_step(
+            Costed(FORWARD, [batch], [1], us=100.0),
+            *(Costed(FORWARD, [batch], [size], us=50.0) for size in sizes),
+            Costed(FORWARD, sources, [2], us=3.0),
+            Costed(FORWARD, sources, [1], workspace=10),
+            Costed(LOSS, [spent], [0]),
+            Costed(BACKWARD, [f, loss], [1]),
+            Costed(BACKWARD, [loss + 1], [1], workspace=28),
+            Costed(BACKWARD, [d, loss + 2]),
+        )
     )
-    times = [100.0, *n * [50.0], 3.0, *5 * [1.0]]
-    return problem_of(graph, profile_of(graph, times_us=times, workspaces={n + 2: 10, n + 5: 28}))
 
 
 @pytest.mark.parametrize("sizes", [(20,), (10, 10), (1, 19)])
@@ -172,56 +140,31 @@ def test_a_larger_budget_never_has_a_higher_bound() -> None:
 
 def test_what_the_next_forward_pass_will_overwrite_is_there_for_nothing_until_then() -> None:
     """Op 5 changes a in place, but b is computed from it before that: 5 µs, without op 0's 7."""
-    graph = step(
-        storages(
-            (0, Role.INPUT),
-            (4, Role.TEMP),
-            (10, Role.ACTIVATION),
-            (0, Role.OUTPUT),
-            (1, Role.GRAD_MAP),
-            (0, Role.OUTPUT),
-        ),
-        entering=[0],
-        calls=[
-            Call(FORWARD, [0], [1]),
-            Call(FORWARD, [1], [2]),
-            Call(LOSS, [2], [3]),
-            Call(BACKWARD, [3], [4]),
-            Call(BACKWARD, [2, 4]),
-            Call(FORWARD, [1], mutates=[1]),
-            Call(LOSS, [1], [5]),
-        ],
-        outputs=[3, 5],
+    graph, profile = costed_step(
+        Costed(FORWARD, [0], [4], us=7.0),
+        Costed(FORWARD, [1], [10], us=5.0),
+        Costed(LOSS, [2], [0]),
+        Costed(BACKWARD, [3], [1], workspace=20),
+        Costed(BACKWARD, [2, 4]),
+        Costed(FORWARD, [1], mutates=[1]),
+        Costed(LOSS, [1], [0]),
     )
-    times = [7.0, 5.0, 1.0, 1.0, 1.0, 1.0, 1.0]
-    problem = problem_of(graph, profile_of(graph, times_us=times, workspaces={3: 20}))
+    problem = problem_of(graph, profile)
     assert optimum(problem, 25).recompute_us == 5.0
     assert Bound(problem).added_us(25) == pytest.approx(5.0, rel=1e-3)
 
 
 def test_what_must_be_kept_is_paid_for_however_high_its_price() -> None:
     """A must-keep cell of 40 bytes and one of 10 that takes 2 µs lie idle at the peak."""
-    graph = step(
-        storages(
-            (0, Role.INPUT),
-            (1, Role.BUFFER),
-            (40, Role.ACTIVATION),
-            (10, Role.ACTIVATION),
-            (0, Role.OUTPUT),
-            (1, Role.GRAD_MAP),
-        ),
-        entering=[0, 1],
-        calls=[
-            Call(FORWARD, [0, 1], [2], mutates=[1]),
-            Call(FORWARD, [0], [3]),
-            Call(LOSS, [2, 3], [4]),
-            Call(BACKWARD, [4], [5]),
-            Call(BACKWARD, [2, 3, 5]),
-        ],
-        outputs=[4],
+    graph, profile = costed_step(
+        Costed(FORWARD, [0, 1], [40], mutates=[1]),
+        Costed(FORWARD, [0], [10], us=2.0),
+        Costed(LOSS, [2, 3], [0]),
+        Costed(BACKWARD, [4], [1], workspace=20),
+        Costed(BACKWARD, [2, 3, 5]),
+        buffers=[1],
     )
-    times = [1.0, 2.0, 1.0, 1.0, 1.0]
-    problem = problem_of(graph, profile_of(graph, times_us=times, workspaces={3: 20}))
+    problem = problem_of(graph, profile)
     assert problem.must_keep == [True, False]
     assert optimum(problem, 62).recompute_us == 2.0
     assert Bound(problem).added_us(62) == pytest.approx(2.0, rel=1e-3)

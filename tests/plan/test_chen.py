@@ -10,6 +10,7 @@ import pytest
 from hand_made import BACKWARD, FORWARD, LOSS, Call, profile_of, step, storages
 from plan.chains import chain
 from plan.random_steps import random_step
+from plan.reading import recomputed
 
 from rekindle.core.cost import Profile
 from rekindle.core.ir import Op, Phase, Role, StepGraph
@@ -33,11 +34,6 @@ CHEN = [plan_chen_sqrt, plan_chen_recursive, plan_chen_selective]
 def kept(plan: Plan) -> set[int]:
     """The storages a plan keeps."""
     return {decision.storage for decision in plan.decisions if decision.is_kept}
-
-
-def recomputed(plan: Plan) -> list[int]:
-    """The ops that run again, in order."""
-    return [i.op for i in plan.schedule if isinstance(i, Compute) and i.copy]
 
 
 def forward_us(graph: StepGraph, profile: Profile) -> float:

@@ -8,7 +8,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hand_made import BACKWARD, FORWARD, LOSS, Call, profile_of, step, storages
+from hand_made import BACKWARD, FORWARD, LOSS, Call, Costed, costed_step, profile_of, step, storages
 from plan.chains import chain
 from plan.random_steps import random_step
 
@@ -125,21 +125,14 @@ def test_other_costs_than_the_times_can_be_given() -> None:
 
 def test_an_op_that_makes_two_cells_is_paid_once() -> None:
     """Op 1 makes cells 1 and 2: computed again for one, the other comes with it."""
-    graph = step(
-        storages(
-            (0, Role.INPUT), *3 * [(4, Role.ACTIVATION)], (0, Role.OUTPUT), (1, Role.GRAD_MAP)
-        ),
-        entering=[0],
-        calls=[
-            Call(FORWARD, [0], [1]),
-            Call(FORWARD, [1], [2, 3]),
-            Call(LOSS, [2, 3], [4]),
-            Call(BACKWARD, [4], [5]),
-            Call(BACKWARD, [1, 2, 3, 5]),
-        ],
-        outputs=[4],
+    graph, profile = costed_step(
+        Costed(FORWARD, [0], [4], us=9.0),
+        Costed(FORWARD, [1], [4, 4], us=5.0),
+        Costed(LOSS, [2, 3], [0]),
+        Costed(BACKWARD, [4], [1]),
+        Costed(BACKWARD, [1, 2, 3, 5]),
     )
-    network = CutNetwork(problem_of(graph, profile_of(graph, times_us=[9.0, 5.0, 1.0, 1.0, 1.0])))
+    network = CutNetwork(problem_of(graph, profile))
     together = network.solve(np.array([1.0, 3.0, 3.0]))  # 5 against 3 + 3
     assert (together.kept, together.ops) == ([0], [1])
     apart = network.solve(np.array([1.0, 2.0, 2.0]))

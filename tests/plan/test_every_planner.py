@@ -1,4 +1,4 @@
-"""What holds for every planner, on random steps with all kinds of ops."""
+"""What holds for every planner, on random steps with all kinds of ops, and for the best of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from plan.asking import ask
+from plan.chains import chain
+from plan.diamonds import DIAMOND_LEAST_PEAK, DIAMOND_OPTIMA, diamond
 from plan.random_steps import random_step, steps
+from plan.reading import dropped, n_recomputed
 
 from rekindle.core.cost import Profile
 from rekindle.core.ir import StepGraph
@@ -107,3 +110,34 @@ def test_none_is_better_than_the_optimum(name: str) -> None:
             assert plan.bound_us is None or plan.bound_us <= best_us + 1e-6
             n_costly += plan.recompute_us > 0
     assert n_costly > 8 or name == "none"
+
+
+# Steps worked on paper
+
+
+@pytest.mark.parametrize("name", ["ilp", "auto"])
+def test_a_chain_drops_what_is_cheapest_to_compute_again(name: str) -> None:
+    """Four cells and gradients of 1 byte each: two gradients lie beside the cell that is read.
+
+    In 4 bytes, when cell 2 is read, there is room for one of 0 and 1. In 3 bytes there is room for
+    nothing else from then on: cell 1 is computed from the start, and then cell 0.
+    """
+    graph, profile = chain(4, times_us=[5.0, 3.0, 2.0, 4.0])
+    for budget, again in ((5, [0, 0, 0, 0]), (4, [0, 1, 0, 0]), (3, [2, 1, 0, 0])):
+        assert n_recomputed(graph, PLANNERS[name](graph, profile, budget)) == again
+    with pytest.raises(InfeasibleBudget) as raised:
+        PLANNERS[name](graph, profile, 2)
+    assert raised.value.least_peak_bytes == 3
+
+
+@pytest.mark.parametrize("name", ["mincut", "ilp", "auto"])
+def test_a_diamond_drops_the_cheaper_side_then_both_then_their_source(name: str) -> None:
+    graph, profile = diamond()
+    for budget, cells, us in DIAMOND_OPTIMA:
+        plan = PLANNERS[name](graph, profile, budget)
+        assert dropped(plan) == [1 + cell for cell in cells]
+        assert plan.recompute_us == us
+        assert plan.peak_bytes <= budget
+    with pytest.raises(InfeasibleBudget) as raised:
+        PLANNERS[name](graph, profile, DIAMOND_LEAST_PEAK - 1)
+    assert raised.value.least_peak_bytes == DIAMOND_LEAST_PEAK

@@ -7,15 +7,16 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 
 import pytest
-from hand_made import BACKWARD, FORWARD, LOSS, Call, profile_of, step, storages
+from hand_made import BACKWARD, FORWARD, LOSS, Costed, costed_step
 from hypothesis import HealthCheck, given, settings
 from plan.brute_force import least_added_us, least_peak_bytes
 from plan.chains import chain
+from plan.diamonds import diamond_of
 from plan.random_steps import random_step, steps
+from plan.reading import n_recomputed
 
 from rekindle.core.cost import Profile
-from rekindle.core.ir import Role, StepGraph
-from rekindle.core.schedule import Compute
+from rekindle.core.ir import StepGraph
 from rekindle.core.simulate import simulate
 from rekindle.errors import InfeasibleBudget, PlanError
 from rekindle.plan import ilp
@@ -124,24 +125,7 @@ def test_plans_are_valid_and_do_what_they_say(made: tuple[StepGraph, Profile]) -
 
 def n_computed(graph: StepGraph, profile: Profile, budget: int) -> list[int]:
     """How often each op of the forward pass runs again in the best plan."""
-    schedule = plan_ilp(graph, profile, budget).schedule
-    again = [each.op for each in schedule if isinstance(each, Compute) and each.copy]
-    return [again.count(op.index) for op in graph.ops if op.phase is FORWARD]
-
-
-def test_a_chain_drops_what_is_cheapest_to_compute_again() -> None:
-    """Four cells and gradients of 1 byte each: two gradients lie beside the cell that is read.
-
-    In 4 bytes, when cell 2 is read, there is room for one of 0 and 1. In 3 bytes there is room for
-    nothing else from then on: cell 1 is computed from the start, and then cell 0.
-    """
-    graph, profile = chain(4, times_us=[5.0, 3.0, 2.0, 4.0])
-    assert n_computed(graph, profile, 5) == [0, 0, 0, 0]
-    assert n_computed(graph, profile, 4) == [0, 1, 0, 0]
-    assert n_computed(graph, profile, 3) == [2, 1, 0, 0]
-    with pytest.raises(InfeasibleBudget) as raised:
-        plan_ilp(graph, profile, 2)
-    assert raised.value.least_peak_bytes == 3
+    return n_recomputed(graph, plan_ilp(graph, profile, budget))
 
 
 def test_decisions_say_what_survives_until_it_is_read() -> None:
@@ -161,42 +145,23 @@ def test_where_nothing_can_be_held_every_cell_is_computed_from_the_start() -> No
     assert n_computed(graph, profile, 3) == [5, 4, 3, 2, 1, 0, 0]
 
 
-def diamond(times_us: list[float]) -> tuple[StepGraph, Profile]:
-    """0 → 1 (4 bytes) → 2 and 3 (2 bytes each) → 4; the backward pass reads 4, 3, 2 and 1."""
-    graph = step(
-        storages(
-            (0, Role.INPUT),
-            (4, Role.ACTIVATION),
-            (2, Role.ACTIVATION),
-            (2, Role.ACTIVATION),
-            (2, Role.ACTIVATION),
-            (0, Role.OUTPUT),
-            *4 * [(1, Role.GRAD_MAP)],
-        ),
-        entering=[0],
-        calls=[
-            Call(FORWARD, [0], [1]),
-            Call(FORWARD, [1], [2]),
-            Call(FORWARD, [1], [3]),
-            Call(FORWARD, [2, 3], [4]),
-            Call(LOSS, [4], [5]),
-            Call(BACKWARD, [4], [6]),
-            Call(BACKWARD, [3, 6], [7]),
-            Call(BACKWARD, [2, 7], [8]),
-            Call(BACKWARD, [1, 8], [9]),
-        ],
-        outputs=[5],
-    )
-    return graph, profile_of(graph, times_us=[*times_us, 1.0, 1.0, 1.0, 1.0, 1.0])
-
-
 def test_a_diamond() -> None:
-    """With everything kept, 11 bytes at the first backward op, and 10 where cell 4 is made.
+    """0 (4 bytes) → 1 and 2 → 3 (2 bytes each); the backward pass reads 3, 2, 1 and 0.
 
-    In 10 bytes one side is dropped, the cheaper one. Less is had only by dropping cell 1 before
-    cell 4 is made; then the most is where 2 and 3 are made of it, 8 bytes.
+    With everything kept, 11 bytes at the first backward op, and 10 where cell 3 is made. In 10
+    bytes one side is dropped, the cheaper one. Less is had only by dropping cell 0 before cell 3 is
+    made; then the most is where 1 and 2 are made of it, 8 bytes.
     """
-    graph, profile = diamond([10.0, 1.0, 2.0, 1.0])
+    graph, profile = diamond_of(
+        [4, 2, 2, 2],
+        [10.0, 1.0, 2.0, 1.0],
+        backward=[
+            Costed(BACKWARD, [4], [1]),
+            Costed(BACKWARD, [3, 6], [1]),
+            Costed(BACKWARD, [2, 7], [1]),
+            Costed(BACKWARD, [1, 8], [1]),
+        ],
+    )
     assert n_computed(graph, profile, 11) == [0, 0, 0, 0]
     assert n_computed(graph, profile, 10) == [0, 1, 0, 0]
     assert n_computed(graph, profile, 9) == [1, 0, 0, 0]
@@ -208,28 +173,14 @@ def test_a_diamond() -> None:
 
 def test_a_cell_that_nobody_reads_again_is_kept_where_it_is_a_cheap_source() -> None:
     """Cell 1 is tiny and slow to compute; the large cell 2, made of it, is the activation."""
-    graph = step(
-        storages(
-            (0, Role.INPUT),
-            (1, Role.TEMP),
-            (10, Role.ACTIVATION),
-            (10, Role.TEMP),
-            (0, Role.OUTPUT),
-            (1, Role.GRAD_MAP),
-            (1, Role.GRAD_MAP),
-        ),
-        entering=[0],
-        calls=[
-            Call(FORWARD, [0], [1]),
-            Call(FORWARD, [1], [2]),
-            Call(FORWARD, [2], [3]),
-            Call(LOSS, [3], [4]),
-            Call(BACKWARD, [4], [5]),
-            Call(BACKWARD, [2, 5], [6]),
-        ],
-        outputs=[4],
+    graph, profile = costed_step(
+        Costed(FORWARD, [0], [1], us=50.0),
+        Costed(FORWARD, [1], [10], us=2.0),
+        Costed(FORWARD, [2], [10]),
+        Costed(LOSS, [3], [0], workspace=9),
+        Costed(BACKWARD, [4], [1]),
+        Costed(BACKWARD, [2, 5], [1]),
     )
-    profile = profile_of(graph, times_us=[50.0, 2.0, 1.0, 1.0, 1.0, 1.0], workspaces={3: 9})
     assert n_computed(graph, profile, 29) == [0, 0, 0]
     assert n_computed(graph, profile, 28) == [0, 1, 0]
     assert plan_ilp(graph, profile, 28).peak_bytes == 21
@@ -240,30 +191,15 @@ def test_what_a_later_forward_pass_still_uses_is_there_for_nothing() -> None:
 
     Op 3 needs a workspace: 4 + 3 + 1 + 5 bytes with cell 2 there, 3 less without.
     """
-    graph = step(
-        storages(
-            (0, Role.INPUT),
-            (4, Role.TEMP),
-            (3, Role.ACTIVATION),
-            (0, Role.OUTPUT),
-            *2 * [(1, Role.GRAD_MAP)],
-            (3, Role.TEMP),
-            (0, Role.OUTPUT),
-        ),
-        entering=[0],
-        calls=[
-            Call(FORWARD, [0], [1]),
-            Call(FORWARD, [1], [2]),
-            Call(LOSS, [2], [3]),
-            Call(BACKWARD, [3], [4]),
-            Call(BACKWARD, [2, 4], [5]),
-            Call(FORWARD, [1], [6]),
-            Call(LOSS, [6], [7]),
-        ],
-        outputs=[3, 7],
+    graph, profile = costed_step(
+        Costed(FORWARD, [0], [4], us=10.0),
+        Costed(FORWARD, [1], [3]),
+        Costed(LOSS, [2], [0]),
+        Costed(BACKWARD, [3], [1], workspace=5),
+        Costed(BACKWARD, [2, 4], [1]),
+        Costed(FORWARD, [1], [3]),
+        Costed(LOSS, [6], [0]),
     )
-    times_us = [10.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
-    profile = profile_of(graph, times_us=times_us, workspaces={3: 5})
     assert n_computed(graph, profile, 13) == [0, 0, 0]
     assert n_computed(graph, profile, 10) == [0, 1, 0]
     assert optimum(problem_of(graph, profile), None).peak_bytes == 10

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 import numpy as np
-from hand_made import BACKWARD, FORWARD, LOSS, Call, profile_of, step, storages
+from hand_made import BACKWARD, FORWARD, LOSS, Call, Costed, costed_step, profile_of, step, storages
 from plan.chains import chain
 from plan.random_steps import random_step
 
@@ -117,19 +117,13 @@ def test_an_overwritten_version_cannot_be_kept_and_is_computed_on_the_way() -> N
 
 
 def in_place_step() -> tuple[StepGraph, Profile]:
-    graph = step(
-        storages((0, Role.INPUT), (8, Role.ACTIVATION), (0, Role.OUTPUT), (1, Role.GRAD_MAP)),
-        entering=[0],
-        calls=[
-            Call(FORWARD, [0], [1]),
-            Call(FORWARD, [1], mutates=[1]),
-            Call(LOSS, [1], [2]),
-            Call(BACKWARD, [2], [3]),
-            Call(BACKWARD, [1, 3]),
-        ],
-        outputs=[2],
+    return costed_step(
+        Costed(FORWARD, [0], [8]),
+        Costed(FORWARD, [1], mutates=[1]),
+        Costed(LOSS, [1], [0]),
+        Costed(BACKWARD, [2], [1]),
+        Costed(BACKWARD, [1, 3]),
     )
-    return graph, profile_of(graph)
 
 
 def test_views_of_a_copy_are_taken_where_they_are_read() -> None:

@@ -6,23 +6,17 @@ import random
 
 import numpy as np
 import pytest
-from hand_made import BACKWARD, FORWARD, LOSS, Call, profile_of, step, storages
+from hand_made import BACKWARD, FORWARD, LOSS, Costed, costed_step
 from plan.chains import chain
-from plan.diamonds import DIAMOND_LEAST_PEAK, DIAMOND_OPTIMA, diamond
+from plan.diamonds import diamond
 from plan.random_steps import random_step
+from plan.reading import dropped
 
-from rekindle.core.ir import Role
-from rekindle.core.schedule import Plan
 from rekindle.errors import InfeasibleBudget
 from rekindle.plan.cut import CutNetwork
 from rekindle.plan.lower import choices, keep_all, lower
 from rekindle.plan.mincut import cheapest_cut, plan_mincut
 from rekindle.plan.problem import problem_of
-
-
-def dropped(plan: Plan) -> list[int]:
-    """The storages of the activations that are dropped."""
-    return [decision.storage for decision in plan.decisions if not decision.is_kept]
 
 
 def test_a_chain_drops_the_cells_that_free_most_for_their_time() -> None:
@@ -48,18 +42,6 @@ def test_a_chain_drops_the_cells_that_free_most_for_their_time() -> None:
     assert raised.value.least_peak_bytes == 16
 
 
-def test_a_diamond_drops_the_cheaper_side_then_both_then_their_source() -> None:
-    graph, profile = diamond()
-    for budget, cells, us in DIAMOND_OPTIMA:
-        plan = plan_mincut(graph, profile, budget)
-        assert dropped(plan) == [1 + cell for cell in cells]
-        assert plan.recompute_us == us
-        assert plan.peak_bytes <= budget
-    with pytest.raises(InfeasibleBudget) as raised:
-        plan_mincut(graph, profile, DIAMOND_LEAST_PEAK - 1)
-    assert raised.value.least_peak_bytes == DIAMOND_LEAST_PEAK
-
-
 def test_the_price_is_found_between_two_that_are_tried_first() -> None:
     """Both sides take about 1 µs a byte: a coarse step of the price drops both, a fine one the
     cheaper."""
@@ -69,25 +51,13 @@ def test_the_price_is_found_between_two_that_are_tried_first() -> None:
 
 def test_a_slow_source_is_kept_though_nothing_reads_it_in_the_backward_pass() -> None:
     """Cell 0 (1 byte, 50 µs) leads to cell 1 (10 bytes, 2 µs), the activation."""
-    graph = step(
-        storages(
-            (0, Role.INPUT),
-            (1, Role.TEMP),
-            (10, Role.ACTIVATION),
-            (0, Role.OUTPUT),
-            (1, Role.GRAD_MAP),
-        ),
-        entering=[0],
-        calls=[
-            Call(FORWARD, [0], [1]),
-            Call(FORWARD, [1], [2]),
-            Call(LOSS, [2], [3]),
-            Call(BACKWARD, [3], [4]),
-            Call(BACKWARD, [2, 4]),
-        ],
-        outputs=[3],
+    graph, profile = costed_step(
+        Costed(FORWARD, [0], [1], us=50.0),
+        Costed(FORWARD, [1], [10], us=2.0),
+        Costed(LOSS, [2], [0]),
+        Costed(BACKWARD, [3], [1], workspace=20),
+        Costed(BACKWARD, [2, 4]),
     )
-    profile = profile_of(graph, times_us=[50.0, 2.0, 1.0, 1.0, 1.0], workspaces={3: 20})
     assert plan_mincut(graph, profile, 31).recompute_us == 0
     assert plan_mincut(graph, profile, 30).recompute_us == 2
     assert plan_mincut(graph, profile, 22).recompute_us == 2

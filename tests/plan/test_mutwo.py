@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from hand_made import BACKWARD, FORWARD, LOSS, Call, profile_of, step, storages
+from hand_made import BACKWARD, FORWARD, LOSS, Call, Costed, profile_of, step, storages
 from plan.chains import chain
+from plan.diamonds import diamond_of
 from plan.random_steps import random_step
 
 from rekindle.core.ir import Role
@@ -128,17 +129,8 @@ def test_a_source_that_is_live_again_stays_a_source() -> None:
 
 def test_a_diamond_takes_the_union_of_sources() -> None:
     """Cells: a, then b and c from a, then d from b and c."""
-    memory = storages((0, Role.INPUT), *[(8, Role.ACTIVATION)] * 4, (0, Role.OUTPUT))
-    calls = [
-        Call(FORWARD, [0], [1]),
-        Call(FORWARD, [1], [2]),
-        Call(FORWARD, [1], [3]),
-        Call(FORWARD, [2, 3], [4]),
-        Call(LOSS, [4], [5]),
-        *[Call(BACKWARD, [i]) for i in (4, 3, 2, 1)],
-    ]
-    graph = step(memory, [0], calls, outputs=[5])
-    profile = profile_of(graph, times_us=[8, 1, 2, 4, 1, 1, 1, 1, 1])
+    backward = [Costed(BACKWARD, [i]) for i in (4, 3, 2, 1)]
+    graph, profile = diamond_of([8, 8, 8, 8], [8, 1, 2, 4], backward)
     greedy = Greedy(problem_of(graph, profile))
     assert state(greedy)[3] == ({1, 2}, 4, 1, 4)
     run = greedy.run()

@@ -6,14 +6,15 @@ import random
 from functools import cache
 
 import pytest
-from hand_made import BACKWARD, FORWARD, LOSS, Call, profile_of, step, storages
+from hand_made import BACKWARD, FORWARD, LOSS, Costed, costed_step
 from plan.chains import chain
 from plan.diamonds import diamond
 from plan.random_steps import random_step
+from plan.reading import recomputed
 
 from rekindle.core.cost import Profile
 from rekindle.core.ir import Role, StepGraph
-from rekindle.core.schedule import Compute, Decision, Free, Plan
+from rekindle.core.schedule import Decision, Free, Plan
 from rekindle.errors import InfeasibleBudget
 from rekindle.plan import PLANNERS
 from rekindle.plan.lower import choices, keep_all, lower
@@ -25,11 +26,6 @@ def decide(problem: Problem, kept: list[int]) -> dict[int, Decision]:
     """The decisions by storage, where just these cells are kept."""
     plan = finish(problem, choices(problem, kept), planner="by hand", budget_bytes=2**60)
     return {decision.storage: decision for decision in plan.decisions}
-
-
-def again(plan: Plan) -> list[int]:
-    """The ops that run again."""
-    return [i.op for i in plan.schedule if isinstance(i, Compute) and i.copy]
 
 
 @cache
@@ -86,27 +82,14 @@ def test_the_time_of_an_op_that_leads_to_a_cell_is_the_cells() -> None:
 
 def leading_to_two() -> tuple[StepGraph, Profile]:
     """Cell 0 leads to cells 1 and 2, which one backward op reads."""
-    graph = step(
-        storages(
-            (0, Role.INPUT),
-            (4, Role.TEMP),
-            (8, Role.ACTIVATION),
-            (8, Role.ACTIVATION),
-            (0, Role.OUTPUT),
-            (1, Role.GRAD_MAP),
-        ),
-        entering=[0],
-        calls=[
-            Call(FORWARD, [0], [1]),
-            Call(FORWARD, [1], [2]),
-            Call(FORWARD, [1], [3]),
-            Call(LOSS, [2, 3], [4]),
-            Call(BACKWARD, [4], [5]),
-            Call(BACKWARD, [2, 3, 5]),
-        ],
-        outputs=[4],
+    return costed_step(
+        Costed(FORWARD, [0], [4], us=10.0),
+        Costed(FORWARD, [1], [8], us=2.0),
+        Costed(FORWARD, [1], [8], us=3.0),
+        Costed(LOSS, [2, 3], [0]),
+        Costed(BACKWARD, [4], [1]),
+        Costed(BACKWARD, [2, 3, 5]),
     )
-    return graph, profile_of(graph, times_us=[10.0, 2.0, 3.0, 1.0, 1.0, 1.0])
 
 
 def test_every_activation_has_one_decision() -> None:
@@ -135,7 +118,7 @@ def test_what_is_told_of_each_cell_is_what_the_schedule_does() -> None:
         for instruction in plan.schedule:
             if isinstance(instruction, Free) and instruction.storage in n_freed:
                 n_freed[instruction.storage] += 1
-        computed = {problem.storage[c] for op in again(plan) for c in problem.writes[op]}
+        computed = {problem.storage[c] for op in recomputed(plan) for c in problem.writes[op]}
         for decision in plan.decisions:
             assert decision.reason
             if decision.is_kept:
@@ -152,51 +135,30 @@ def test_what_is_told_of_each_cell_is_what_the_schedule_does() -> None:
 
 def test_what_cannot_be_computed_again_is_kept_and_the_op_is_named() -> None:
     """Op 0 counts up a buffer; what it makes is read in the backward pass."""
-    graph = step(
-        storages(
-            (0, Role.INPUT),
-            (1, Role.BUFFER),
-            (8, Role.ACTIVATION),
-            (0, Role.OUTPUT),
-            (1, Role.GRAD_MAP),
-        ),
-        entering=[0, 1],
-        calls=[
-            Call(FORWARD, [0, 1], [2], mutates=[1]),
-            Call(LOSS, [2], [3]),
-            Call(BACKWARD, [3], [4]),
-            Call(BACKWARD, [2, 4]),
-        ],
-        outputs=[3],
+    graph, profile = costed_step(
+        Costed(FORWARD, [0, 1], [8], mutates=[1]),
+        Costed(LOSS, [2], [0]),
+        Costed(BACKWARD, [3], [1]),
+        Costed(BACKWARD, [2, 4]),
+        buffers=[1],
     )
-    (decision,) = decide(problem_of(graph, profile_of(graph)), []).values()
+    (decision,) = decide(problem_of(graph, profile), []).values()
     assert decision.is_kept
     assert decision.reason == "cannot be computed again: op0 changes state (in1)"
 
 
 def test_what_is_computed_from_something_that_is_gone_is_kept() -> None:
     """Op 1 makes cell 1 of what op 2 then overwrites, and op 0, which changes state, made."""
-    graph = step(
-        storages(
-            (0, Role.INPUT),
-            (1, Role.BUFFER),
-            (8, Role.TEMP),
-            (8, Role.ACTIVATION),
-            (0, Role.OUTPUT),
-            (1, Role.GRAD_MAP),
-        ),
-        entering=[0, 1],
-        calls=[
-            Call(FORWARD, [0, 1], [2], mutates=[1]),
-            Call(FORWARD, [2], [3]),
-            Call(FORWARD, [2], mutates=[2]),
-            Call(LOSS, [2, 3], [4]),
-            Call(BACKWARD, [4], [5]),
-            Call(BACKWARD, [3, 5]),
-        ],
-        outputs=[4],
+    graph, profile = costed_step(
+        Costed(FORWARD, [0, 1], [8], mutates=[1]),
+        Costed(FORWARD, [2], [8]),
+        Costed(FORWARD, [2], mutates=[2]),
+        Costed(LOSS, [2, 3], [0]),
+        Costed(BACKWARD, [4], [1]),
+        Costed(BACKWARD, [3, 5]),
+        buffers=[1],
     )
-    (decision,) = decide(problem_of(graph, profile_of(graph)), []).values()
+    (decision,) = decide(problem_of(graph, profile), []).values()
     assert decision.is_kept
     assert decision.reason.startswith("cannot be computed again: what it is computed from is gone")
 
@@ -222,9 +184,9 @@ def test_reasons_name_the_op_that_must_not_run_again() -> None:
 def test_ops_that_change_state_never_run_again_and_random_ones_may() -> None:
     counted, drawn = [], []
     for graph, _, plan in plans():
-        names = [graph.ops[op].name for op in again(plan)]
+        names = [graph.ops[op].name for op in recomputed(plan)]
         counted += [name for name in names if name.startswith("count")]
-        drawn += [op for op in again(plan) if graph.ops[op].is_random]
+        drawn += [op for op in recomputed(plan) if graph.ops[op].is_random]
     assert not counted
     assert len(drawn) > 5
 
@@ -238,24 +200,13 @@ def test_a_cell_without_bytes_is_kept_for_nothing() -> None:
 
 def test_one_that_is_let_go_between_two_reads_is_dropped() -> None:
     """Op 2 and op 4 read cell 0; op 3 between them needs the room."""
-    graph = step(
-        storages(
-            (0, Role.INPUT),
-            (10, Role.ACTIVATION),
-            (0, Role.OUTPUT),
-            *3 * [(1, Role.GRAD_MAP)],
-        ),
-        entering=[0],
-        calls=[
-            Call(FORWARD, [0], [1]),
-            Call(LOSS, [1], [2]),
-            Call(BACKWARD, [1, 2], [3]),
-            Call(BACKWARD, [3], [4]),
-            Call(BACKWARD, [1, 4], [5]),
-        ],
-        outputs=[2],
+    graph, profile = costed_step(
+        Costed(FORWARD, [0], [10], us=6.0),
+        Costed(LOSS, [1], [0]),
+        Costed(BACKWARD, [1, 2], [1]),
+        Costed(BACKWARD, [3], [1], us=8.0, workspace=20),
+        Costed(BACKWARD, [1, 4], [1]),
     )
-    profile = profile_of(graph, times_us=[6.0, 1.0, 1.0, 8.0, 1.0], workspaces={3: 20})
     plan = PLANNERS["ilp"](graph, profile, 22)
     (decision,) = plan.decisions
     assert plan.recompute_us == decision.added_us == 6.0

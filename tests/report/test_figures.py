@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
+from report.images import pixels, share_of
 from tiny_step import ABOUT, tiny_step
 
 from rekindle.core.cost import Profile
@@ -17,17 +17,6 @@ from rekindle.report.figures import DPI, SIZE_INCHES, write_png
 from rekindle.report.palette import colour
 
 matplotlib = pytest.importorskip("matplotlib")
-
-
-def pixels(path: Path) -> np.ndarray:
-    from matplotlib.image import imread
-
-    return np.round(imread(path)[:, :, :3] * 255).astype(int)
-
-
-def share_of(image: np.ndarray, hue: str) -> float:
-    rgb = [int(hue[i : i + 2], 16) for i in (1, 3, 5)]
-    return float((image == rgb).all(axis=2).mean())
 
 
 def test_png(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from report.images import is_hue, pixels, share_of
 from tiny_step import ABOUT, MIB, PEAK_BYTES, tiny_plan, tiny_step
 
 from rekindle.core.cost import Profile
@@ -25,17 +26,6 @@ from rekindle.report.plan_summary import summarize_plan
 from rekindle.report.summary import summarize
 
 pytest.importorskip("matplotlib")
-
-
-def pixels(path: Path) -> np.ndarray:
-    from matplotlib.image import imread
-
-    return np.round(imread(path)[:, :, :3] * 255).astype(int)
-
-
-def share_of(image: np.ndarray, hue: str) -> float:
-    rgb = [int(hue[i : i + 2], 16) for i in (1, 3, 5)]
-    return float((image == rgb).all(axis=2).mean())
 
 
 def test_a_plan(tmp_path: Path) -> None:
@@ -76,10 +66,9 @@ def test_curves(tmp_path: Path, far_us: float) -> None:
     write_curve_png(tmp_path / "curve.png", plain, curves)
     image = pixels(tmp_path / "curve.png")
     assert image.shape[:2] == tuple(round(inches * DPI) for inches in CURVE_INCHES[::-1])
-    rgb = [int(SERIES[0][i : i + 2], 16) for i in (1, 3, 5)]
     width = image.shape[1]
     steepest = image[:, width * 45 // 100 : width * 60 // 100]
-    rows = np.flatnonzero((steepest == rgb).all(axis=2).any(axis=1))
+    rows = np.flatnonzero(is_hue(steepest, SERIES[0]).any(axis=1))
     assert rows.max() - rows.min() > 0.08 * image.shape[0]
     assert share_of(image, SERIES[1]) > 0.00005
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 
 import pytest
-from rich.console import Console, RenderableType
+from report.printed import text
 from tiny_step import ABOUT, MIB, PEAK_BYTES, tiny_plan, tiny_step
 
 from rekindle.core.schedule import Decision, Plan
@@ -79,15 +78,6 @@ def summary_of(plan: Plan) -> PlanSummary:
     graph, profile, plain = tiny_step()
     planned = simulate(graph, profile, plan)
     return summarize_plan(graph, profile, plain, plan, planned, ABOUT, plan_seconds=1.5)
-
-
-def text(what: RenderableType, width: int) -> str:
-    console = Console(file=io.StringIO(), width=width, color_system=None)
-    console.print(what)
-    assert isinstance(console.file, io.StringIO)
-    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
-    assert max(map(len, lines)) <= width
-    return "\n".join(lines).strip("\n")
 
 
 def kept_plan() -> Plan:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 
 import pytest
-from rich.console import Console
+from report.printed import text
 from tiny_step import ABOUT, MIB, PEAK_BYTES, tiny_step
 
 from rekindle.core.cost import Profile
@@ -82,21 +81,12 @@ def summary() -> Summary:
     return summarize(*tiny_step(), ABOUT)
 
 
-def text(summary: Summary, width: int) -> str:
-    console = Console(file=io.StringIO(), width=width, color_system=None)
-    console.print(profile_summary(summary))
-    assert isinstance(console.file, io.StringIO)
-    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
-    assert max(map(len, lines)) <= width
-    return "\n".join(lines).strip("\n")
-
-
 def test_in_80_columns(summary: Summary) -> None:
-    assert text(summary, 80) == NARROW.strip("\n")
+    assert text(profile_summary(summary), 80) == NARROW.strip("\n")
 
 
 def test_in_120_columns_tables_stand_side_by_side(summary: Summary) -> None:
-    shown = text(summary, 120)
+    shown = text(profile_summary(summary), 120)
     assert WIDE.strip("\n") in shown
     assert shown.endswith(WIDE_ACTIVATIONS.strip("\n"))
 
@@ -104,7 +94,8 @@ def test_in_120_columns_tables_stand_side_by_side(summary: Summary) -> None:
 def test_no_row_wraps_where_names_are_long(summary: Summary) -> None:
     long = "transformer.encoder.layers.11.attention.output.dense"
     row = dataclasses.replace(summary.activations[0], module=long)
-    lines = text(dataclasses.replace(summary, activations=(row,)), 70).splitlines()
+    longer = dataclasses.replace(summary, activations=(row,))
+    lines = text(profile_summary(longer), 70).splitlines()
     assert lines[-1].split() == [
         *("relu", "t.e.l.11.a.o.dense", "4.00", "MiB", "40.0", "µs", "net.py:8")
     ]
@@ -144,4 +135,4 @@ def test_a_step_without_ops() -> None:
     profile = Profile("cpu", graph.fingerprint, ())
     empty = summarize(graph, profile, simulate(graph, profile))
     assert peak_in_words(empty) == "The step has no ops, and holds no memory."
-    assert text(empty, 80).startswith("training step, estimated for cpu\n  peak  0 B")
+    assert text(profile_summary(empty)).startswith("training step, estimated for cpu\n  peak  0 B")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 
 import pytest
-from rich.console import Console, RenderableType
+from report.printed import text
 
 from rekindle.core.comparison import Comparison
 from rekindle.core.ir import Op, Phase, Role, StepGraph, Storage, Value
@@ -71,15 +70,6 @@ STACKED = """
  temporary                  1.50 KiB
  output                          4 B
 """
-
-
-def text(renderable: RenderableType, width: int = 80) -> str:
-    console = Console(file=io.StringIO(), width=width, color_system=None)
-    console.print(renderable)
-    assert isinstance(console.file, io.StringIO)
-    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
-    assert max(map(len, lines)) <= width
-    return "\n".join(lines).strip("\n")
 
 
 @pytest.mark.parametrize(("width", "expected"), [(80, SIDE_BY_SIDE), (40, STACKED)])
