@@ -61,9 +61,9 @@ RULES = (
         outside=("rekindle.cli", "rekindle.models"),
     ),
     Rule(
-        "only fx, api, models and cli touch torch",
+        "only fx, who composes it, models and cli touch torch",
         TORCH,
-        outside=("rekindle.fx", "rekindle.api", "rekindle.models", "rekindle.cli"),
+        outside=tuple(f"rekindle.{name}" for name in ("fx", "api", "arrange", "models", "cli")),
     ),
     Rule("an optional package is imported where it is used", EXTRAS, at_import_only=True),
 )

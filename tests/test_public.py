@@ -26,9 +26,11 @@ NAMES = [
     "TrainStep",
     "add_device",
     "capture",
+    "load_plan",
     "optimize",
     "plan",
     "profile",
+    "save_plan",
     "simulate",
     "verify",
 ]
@@ -40,10 +42,11 @@ SIGNATURES = {
     "capture": f"({_STEP}, *, as_on_gpu: bool = False) -> CapturedStep",
     "optimize": (
         f"({_STEP}, *, budget: int | str | None = None, planner: str = auto, "
-        "profile: Profile | None = None) -> TrainStep"
+        "profile: Profile | None = None, plan: Plan | None = None, engine: str = auto) -> TrainStep"
     ),
     "verify": (
-        f"({_STEP}, *, budget: int | str, planner: str = auto, steps: int = 3) -> Comparison"
+        f"({_STEP}, *, budget: int | str, planner: str = auto, steps: int = 3, "
+        "engine: str = auto) -> Comparison"
     ),
     "profile": (
         "(captured: CapturedStep | TrainStep, *, device: str | None = None, cache: bool = True, "
@@ -54,6 +57,8 @@ SIGNATURES = {
     ),
     "simulate": "(graph: StepGraph, profile: Profile, plan: Plan | None = None) -> Trace",
     "add_device": "(device: Device) -> None",
+    "load_plan": "(path: str | Path) -> Plan",
+    "save_plan": "(path: str | Path, plan: Plan) -> None",
 }
 
 

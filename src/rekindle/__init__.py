@@ -3,6 +3,7 @@
 from rekindle.api import capture, optimize, plan, profile, simulate, verify
 from rekindle.core.devices import Device, add_device
 from rekindle.core.schedule import Plan
+from rekindle.core.serial import load_plan, save_plan
 from rekindle.errors import (
     CaptureError,
     InfeasibleBudget,
@@ -13,7 +14,8 @@ from rekindle.errors import (
     RekindleError,
     RewriteError,
 )
-from rekindle.fx.step import CapturedStep, TrainStep
+from rekindle.fx.step import CapturedStep
+from rekindle.train import TrainStep
 
 __version__ = "0.1.0"
 
@@ -32,9 +34,11 @@ __all__ = [
     "TrainStep",
     "add_device",
     "capture",
+    "load_plan",
     "optimize",
     "plan",
     "profile",
+    "save_plan",
     "simulate",
     "verify",
 ]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rekindle.arrange import Arranger, measured_profile
 from rekindle.core.comparison import Comparison
 from rekindle.core.cost import Profile
 from rekindle.core.devices import Device, find_device
@@ -19,13 +20,11 @@ from rekindle.core.roofline import analytic_profile
 from rekindle.core.schedule import Plan
 from rekindle.core.simulate import Trace
 from rekindle.core.simulate import simulate as simulate_step
-from rekindle.errors import ProfileError
-from rekindle.fx import cache as profile_cache
-from rekindle.fx import measure
+from rekindle.errors import PlanError, ProfileError
 from rekindle.fx.compare import compare
-from rekindle.fx.recording import Recording
-from rekindle.fx.step import Arrangement, CapturedStep, TrainStep
+from rekindle.fx.step import CapturedStep
 from rekindle.plan.named import find_planner
+from rekindle.train import TrainStep
 from rekindle.units import parse_budget
 
 
@@ -66,6 +65,8 @@ def optimize(
     budget: int | str | None = None,
     planner: str = "auto",
     profile: Profile | None = None,
+    plan: Plan | None = None,
+    engine: str = "auto",
 ) -> TrainStep:
     """Capture a training step and return it ready to train with: ``loss = step(batch)``.
 
@@ -75,7 +76,11 @@ def optimize(
     With a `budget` ("8GiB", "60%" of the plain step's own peak, or bytes), the step is profiled
     and planned so that it stays within it: some activations are dropped and computed again.
     Raises InfeasibleBudget, before anything runs, where that cannot be done. A `profile` made
-    before saves measuring; a batch of another shape is profiled and planned when it comes.
+    before saves measuring, and a `plan` made before, loaded with `load_plan` for one, saves
+    planning too; a batch of another shape is profiled and planned when it comes.
+
+    `engine` is how the step runs: "python", generated code on any device; "cudagraph", its kernels
+    launched by CUDA graphs from the second step on, where that can be done; "auto" picks.
 
     >>> model = nn.Linear(4, 2)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -89,25 +94,15 @@ def optimize(
     >>> bool(step(torch.ones(8, 4)) > step(torch.ones(8, 4)))
     True
     """
-    if budget is None:
-        return TrainStep(CapturedStep(train_step, model, optimizer, batch))
-
-    def arrange(recording: Recording, graph: StepGraph, tensors: list[torch.Tensor]) -> Arrangement:
-        known = profile is not None and profile.fingerprint == graph.fingerprint
-        costs = (
-            profile
-            if known
-            else _measured(
-                recording,
-                graph,
-                tensors,
-                next((p.device for p in model.parameters()), torch.device("cpu")),
-            )
-        )
-        assert costs is not None
-        return Arrangement(costs, plan(graph, costs, budget=budget, planner=planner))
-
-    return TrainStep(CapturedStep(train_step, model, optimizer, batch, arrange=arrange))
+    if budget is None and plan is None:
+        return TrainStep(CapturedStep(train_step, model, optimizer, batch, engine=engine))
+    if budget is not None and plan is not None:
+        raise PlanError("a plan has its budget with it: give a budget or a plan, not both.")
+    within = plan.budget_bytes if plan is not None else budget
+    assert within is not None
+    arranger = Arranger(within, planner, profile, plan)
+    parts = (train_step, model, optimizer, batch)
+    return TrainStep(CapturedStep(*parts, arranger=arranger, engine=engine))
 
 
 def verify(
@@ -119,11 +114,13 @@ def verify(
     budget: int | str,
     planner: str = "auto",
     steps: int = 3,
+    engine: str = "auto",
 ) -> Comparison:
     """Train plainly and under a budget from the same state, and compare every bit.
 
     Both trainings run on copies: `model`, `optimizer` and the random generators stay as they are.
-    The result is true of `.equal`, or names what differs.
+    `.equal` of the result says whether they are the same, `.differences` what is not; peaks and
+    step times of both are there, too, with the forecast beside them.
 
     >>> model = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 2))
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -140,7 +137,7 @@ def verify(
     def make() -> tuple[Any, nn.Module, torch.optim.Optimizer, Any]:
         return train_step, *deepcopy((model, optimizer)), batch
 
-    within = partial(optimize, budget=budget, planner=planner)
+    within = partial(optimize, budget=budget, planner=planner, engine=engine)
     return compare(make, within, steps=steps)
 
 
@@ -180,7 +177,7 @@ def profile(
             "this step was captured for a forecast and cannot be measured: name a GPU, as in "
             'device="H200", or capture it without as_on_gpu=True.'
         )
-    return _measured(
+    return measured_profile(
         captured.recording,
         graph,
         captured.first_batch(),
@@ -189,29 +186,6 @@ def profile(
         runs=runs,
         progress=progress or (lambda text: None),
     )
-
-
-def _measured(
-    recording: Recording,
-    graph: StepGraph,
-    batch: list[torch.Tensor] | None,
-    device: torch.device,
-    *,
-    cache: bool = True,
-    runs: int = 3,
-    progress: Callable[[str], None] = lambda text: None,
-) -> Profile:
-    """A measured profile, from the cache where it is there."""
-    name, versions = measure.device_name(device), measure.versions()
-    kept = profile_cache.load(graph, name, versions) if cache and runs <= 3 else None
-    if kept is not None:
-        return kept
-    measured = measure.measure_profile(
-        recording, graph, batch, device, runs=runs, progress=progress
-    )
-    if cache:
-        profile_cache.save(graph, measured)
-    return measured
 
 
 def _forecast(captured: CapturedStep, device: Device) -> Profile:

@@ -25,7 +25,6 @@ from rekindle.fx.compare import compare, differences, state_of
 from rekindle.fx.recording import Recording
 from rekindle.fx.rewrite import Listing, rewrite
 from rekindle.fx.rewrite_check import check_listing
-from rekindle.fx.step import Arrangement, CapturedStep
 from rekindle.plan.lower import Choices, choices
 from rekindle.plan.problem import Problem, problem_of
 from rekindle.plan.result import finish
@@ -117,14 +116,11 @@ def dropping(choose: Callable[[Problem], Choices]) -> Callable[..., rekindle.Tra
     """Like `optimize`, but with given choices rather than a budget."""
 
     def optimize(*given: Any) -> rekindle.TrainStep:
-        def arrange(recording: Recording, graph: StepGraph, _: list[torch.Tensor]) -> Arrangement:
-            profile = analytic_profile(graph, find_device("H200"))
-            problem = problem_of(graph, profile)
-            plan = finish(problem, choose(problem), planner="test", budget_bytes=10**12)
-            plan.check(graph)
-            return Arrangement(profile, plan)
-
-        return rekindle.TrainStep(CapturedStep(*given, arrange=arrange))
+        graph = rekindle.capture(*given).graph
+        profile = analytic_profile(graph, find_device("H200"))
+        problem = problem_of(graph, profile)
+        plan = finish(problem, choose(problem), planner="test", budget_bytes=10**12)
+        return rekindle.optimize(*given, profile=profile, plan=plan)
 
     return optimize
 

@@ -5,49 +5,46 @@ Exit codes: 0 done, 1 a promise did not hold, 2 bad input: a line on standard er
 
 from __future__ import annotations
 
-import json
-import platform
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any, NamedTuple
 
-import torch
 import typer
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 
 import rekindle
 from rekindle import models
-from rekindle.core.comparison import Comparison
-from rekindle.core.cost import Profile
-from rekindle.core.devices import find_device
-from rekindle.core.ir import StepGraph
-from rekindle.core.roofline import analytic_profile
-from rekindle.core.serial import load_profile, save_plan, save_profile
-from rekindle.errors import InfeasibleBudget, ModelError, PlanError, RekindleError
-from rekindle.fx.compare import Parts, compare
-from rekindle.options import (
-    SAVED_SUFFIX,
-    STDOUT,
+from rekindle.cli.options import (
     BatchOption,
     BudgetOption,
     CsvOption,
     DeviceOption,
+    FolderOption,
     HtmlOption,
     JsonOption,
     ModelArgument,
     NoCacheOption,
     ParetoOption,
+    PlanFileOption,
     PlannerOption,
     PlannersOption,
     PngOption,
     PointsOption,
     PrecisionOption,
+    RunDeviceOption,
+    RunModelArgument,
     RunsOption,
     SaveOption,
     SavePlanOption,
+    StepsOption,
+    can_write_pages,
 )
+from rekindle.cli.output import new_console, print_written, working, write_json
+from rekindle.cli.work import Profiled, Trained, profiled, trained
+from rekindle.core.serial import load_plan, save_plan, save_profile
+from rekindle.errors import InfeasibleBudget, PlanError, RekindleError
 from rekindle.plan.curve import trade_offs
 from rekindle.plan.named import find_planner
 from rekindle.report import (
@@ -57,16 +54,16 @@ from rekindle.report import (
     plan_figures,
     plan_html,
     plan_terminal,
+    run_report,
     tables,
     terminal,
 )
-from rekindle.report.data import SCHEMA, comparison_data
 from rekindle.report.plan_summary import summarize_plan
 from rekindle.report.summary import summarize
 from rekindle.units import format_budget
 
 DEMO_MODELS = ("resnet-tiny", "bert-tiny")
-_NAMED_HERE = ("cpu", "cuda")  # any other device is a GPU's name
+DEMO_BUDGET = "60%"
 
 # typer carries its own copy of click, and exports of its exceptions this one: its base's base is
 # what everything raises that goes wrong while options are read.
@@ -82,8 +79,8 @@ def entry(
 ) -> None:
     """Fit a PyTorch training step into the memory you have.
 
-    Today: see where a step's memory and time go, plan what to drop and compute again under a
-    budget, and replay a step as one graph, with the same numbers.
+    See where a step's memory and time go, plan what to drop and compute again under a budget, and
+    train within it: with the same numbers, bit for bit, and a known price in time.
     """
     if version:
         print(f"rekindle {rekindle.__version__}")
@@ -97,7 +94,7 @@ def entry(
 def list_models(json: JsonOption = None) -> None:
     """List the models of the zoo."""
     specs = models.available()
-    _console(json).print(
+    new_console(json).print(
         terminal.model_table((s.name, s.summary, s.default_batch, s.needs) for s in specs)
     )
     rows = [
@@ -110,27 +107,106 @@ def list_models(json: JsonOption = None) -> None:
         }
         for spec in specs
     ]
-    _write_json(json, {"models": rows})
+    write_json(json, {"models": rows})
 
 
 @app.command()
 def demo(
-    steps: Annotated[int, typer.Option(min=1, help="How many steps to train.")] = 5,
+    steps: StepsOption = 5,
+    out: FolderOption = "rekindle-demo",
     json: JsonOption = None,
 ) -> None:
-    """Train two small models on the CPU, plainly and with Rekindle, and compare every bit."""
-    console = _console(json)
-    found: dict[str, Comparison] = {}
-    for spec in models.available():
-        if spec.name in DEMO_MODELS:
-            found[spec.name] = _compare_model(spec.name, steps)
-            title = f"{spec.name}: {spec.summary}, batch {spec.default_batch}, fp32 on the CPU"
-            console.print(terminal.comparison_summary(title, found[spec.name]))
-    differing = [name for name, comparison in found.items() if not comparison.equal]
-    console.print(terminal.conclusion(found, differing))
-    rows = [{"model": name, **comparison_data(each)} for name, each in found.items()]
-    _write_json(json, {"steps": steps, "equal": not differing, "models": rows})
-    if differing:
+    """Train two small models on the CPU within 60% of their memory, and compare every bit."""
+    console = new_console(json)
+    specs = [spec for spec in models.available() if spec.name in DEMO_MODELS]
+    pages: dict[str, str] = {}
+    if can_write_pages():
+        Path(out).mkdir(exist_ok=True)  # what fails, fails before the work
+        pages = {spec.name: str(Path(out) / f"{spec.name}.html") for spec in specs}
+    rows: list[dict[str, Any]] = []
+    for spec in specs:
+        with working(spec.name, json) as tell:
+            found = trained(spec.name, {}, steps=steps, tell=tell, budget=DEMO_BUDGET)
+            tell("writing")
+            shown = _shown_run(found, f"{spec.summary}, on the CPU", pages.get(spec.name))
+        console.print(shown.table)
+        rows.append(shown.data)
+    console.print(run_report.run_conclusion(rows))
+    if not pages:
+        console.print('No pages: they need plotly (pip install "rekindle[report]").', markup=False)
+    print_written(console, *pages.values())
+    write_json(json, {"steps": steps, "equal": all(r["equal"] for r in rows), "models": rows})
+    _exit_unless_held(rows)
+
+
+@app.command("run")
+def run_model(
+    model: RunModelArgument,
+    budget: BudgetOption = None,
+    planner: PlannerOption = None,
+    plan_file: PlanFileOption = None,
+    steps: StepsOption = 5,
+    batch: BatchOption = None,
+    precision: PrecisionOption = None,
+    device: RunDeviceOption = None,
+    html_path: HtmlOption = None,
+    json: JsonOption = None,
+) -> None:
+    """Train a model plainly and within a budget, and compare every bit, the peak and the time.
+
+    Without a budget the step is captured and replayed as it is, and compared all the same.
+    """
+    _check_run_options(budget, planner, plan_file, html_path)
+    how = {"batch": batch, "precision": precision, "device": device}
+    within: dict[str, Any] = {"budget": budget, "planner": planner or "auto"}
+    if plan_file is not None:
+        within = {"plan": load_plan(plan_file)}
+    with working(model, json) as tell:
+        found = trained(model, how, steps=steps, tell=tell, **within)
+        tell("writing")
+        shown = _shown_run(found, f"on {found.device}", html_path)
+    console = new_console(json)
+    console.print(shown.table)
+    console.print(run_report.run_conclusion([shown.data]))
+    print_written(console, html_path)
+    write_json(json, shown.data)
+    _exit_unless_held([shown.data])
+
+
+def _check_run_options(
+    budget: str | None, planner: str | None, plan_file: str | None, html_path: str | None
+) -> None:
+    """Refuse options that do not go together, before the work starts."""
+    if plan_file is not None:
+        if budget is not None:
+            raise PlanError("a plan has its budget with it: give --budget or --plan, not both.")
+        if planner is not None:
+            raise PlanError("a plan is made already: give --planner or --plan, not both.")
+    elif budget is None and (planner is not None or html_path is not None):
+        option = "--html" if planner is None else "--planner"
+        raise PlanError(f"{option} is for a plan, which needs a budget: add --budget 60%, for one.")
+    find_planner(planner or "auto")  # an unknown name is refused before the work, not after
+
+
+def _shown_run(found: Trained, where: str, html_path: str | None) -> _Shown:
+    """A training beside the plain one, for people and as JSON; and the page, if it has a path."""
+    comparison, about = found.comparison, found.about
+    batch = f"batch {about['batch']}, " if about["batch"] is not None else ""
+    title = f"{about['model']}: {batch}{about['precision']}, {where}"
+    graph, profile, plan = comparison.graph, comparison.profile, comparison.plan
+    if plan is None or profile is None:
+        data = {**about, "device": found.device, **run_report.replay_data(comparison)}
+        return _Shown(terminal.comparison_summary(title, comparison), data)
+    plain, planned = rekindle.simulate(graph, profile), rekindle.simulate(graph, profile, plan)
+    summary = summarize_plan(graph, profile, plain, plan, planned, about)
+    if html_path:
+        plan_html.write_plan_html(Path(html_path), graph, profile, plain, planned, summary)
+    table = run_report.run_summary(title, comparison, summary)
+    return _Shown(table, run_report.run_data(comparison, summary))
+
+
+def _exit_unless_held(rows: list[dict[str, Any]]) -> None:
+    if not all(row["equal"] and row["is_within_budget"] for row in rows):
         raise typer.Exit(1)
 
 
@@ -150,12 +226,8 @@ def profile_model(
 ) -> None:
     """Show where the memory and the time of a training step go."""
     how = {"batch": batch, "precision": precision, "device": device, "runs": runs}
-    with Console(stderr=True).status(model) as status:
-
-        def tell(stage: str) -> None:
-            status.update(f"{model}: {stage}")
-
-        graph, profile, about = _profiled(model, how, cache=not no_cache, tell=tell)
+    with working(model, json) as tell:
+        graph, profile, about = profiled(model, how, cache=not no_cache, tell=tell)
         tell("simulating")
         trace = rekindle.simulate(graph, profile)
         step = (graph, profile, trace)
@@ -168,11 +240,11 @@ def profile_model(
             figures.write_png(Path(png), *step, about)
         if csv:
             tables.write_csv(Path(csv), *step)
-    console = _console(json)
+    console = new_console(json)
     console.print(terminal.profile_summary(summarize(*step, about)))
-    _print_written(console, html_path, png, csv, save)
+    print_written(console, html_path, png, csv, save)
     if json:
-        _write_json(json, tables.profile_data(*step, about))
+        write_json(json, tables.profile_data(*step, about))
 
 
 @app.command("plan")
@@ -200,30 +272,18 @@ def plan_model(
     for name in names:
         find_planner(name)  # an unknown name is refused before the work, not after
     how = {"batch": batch, "precision": precision, "device": device, "runs": runs}
-    with Console(stderr=True).status(model) as status:
-
-        def tell(stage: str) -> None:
-            status.update(f"{model}: {stage}")
-
-        profiled = _profiled(model, how, cache=not no_cache, tell=tell)
+    with working(model, json) as tell:
+        found = profiled(model, how, cache=not no_cache, tell=tell)
         if pareto:
-            show = _plan_curves(profiled, names, points or 20, png, tell)
+            show = _plan_curves(found, names, points or 20, png, tell)
         else:
             assert budget is not None
-            show = _plan_one(profiled, budget, names[0], html_path, png, save, tell)
-    console = _console(json)
+            show = _plan_one(found, budget, names[0], html_path, png, save, tell)
+    console = new_console(json)
     console.print(show.table)
-    _print_written(console, html_path, png, save)
+    print_written(console, html_path, png, save)
     if json:
-        _write_json(json, show.data)
-
-
-class _Profiled(NamedTuple):
-    """A step and its costs; `about` says what they are of: model, batch, precision."""
-
-    graph: StepGraph
-    profile: Profile
-    about: dict[str, Any]
+        write_json(json, show.data)
 
 
 class _Shown(NamedTuple):
@@ -234,7 +294,7 @@ class _Shown(NamedTuple):
 
 
 def _plan_one(
-    profiled: _Profiled,
+    found: Profiled,
     budget: str,
     planner: str,
     html_path: str | None,
@@ -242,7 +302,7 @@ def _plan_one(
     save: str | None,
     tell: Callable[[str], None],
 ) -> _Shown:
-    graph, profile, about = profiled
+    graph, profile, about = found
     tell("planning")
     started = perf_counter()
     plan = rekindle.plan(graph, profile, budget=budget, planner=planner)
@@ -260,13 +320,13 @@ def _plan_one(
 
 
 def _plan_curves(
-    profiled: _Profiled,
+    found: Profiled,
     planners: list[str],
     points: int,
     png: str | None,
     tell: Callable[[str], None],
 ) -> _Shown:
-    graph, profile, about = profiled
+    graph, profile, about = found
     plain = summarize(graph, profile, rekindle.simulate(graph, profile), about)
     curves = trade_offs(
         graph, profile, planners, points, tell=lambda name: tell(f"planning with {name}")
@@ -319,88 +379,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _refuse(message: str) -> int:
     print(f"rekindle: {message}", file=sys.stderr)
     return 2
-
-
-def _profiled(
-    model: str, how: dict[str, Any], *, cache: bool, tell: Callable[[str], None]
-) -> _Profiled:
-    """Read a saved profile, or build, capture and profile the model. `how` has what was asked."""
-    asked = {name: value for name, value in how.items() if value is not None}
-    if model.endswith(SAVED_SUFFIX):
-        return _saved(model, asked, tell)
-    device, runs = asked.pop("device", None), asked.pop("runs", 3)
-    is_forecast = device is not None and device.partition(":")[0] not in _NAMED_HERE
-    if is_forecast:
-        find_device(device)  # an unknown name is refused before the work, not after
-    tell("building")
-    work = models.load(model, device=None if is_forecast else device, **asked)
-    tell("capturing")
-    parts = (work.train_step, work.model, work.optimizer, work.batch)
-    try:
-        captured = rekindle.capture(*parts, as_on_gpu=is_forecast)
-    except RekindleError:
-        raise
-    except Exception as error:  # the user's own
-        raise ModelError(f"the step of {model} raises {type(error).__name__}: {error}") from error
-    tell("profiling")
-    profile = rekindle.profile(
-        captured, device=device if is_forecast else None, cache=cache, runs=runs, progress=tell
-    )
-    about = {"model": work.name, "batch": work.batch_size, "precision": work.precision}
-    return _Profiled(captured.graph, profile, about)
-
-
-def _saved(path: str, asked: dict[str, Any], tell: Callable[[str], None]) -> _Profiled:
-    """A saved profile; with the name of another GPU, its graph and what it would cost there."""
-    name = asked.pop("device", None)
-    if asked:
-        raise ModelError(
-            f"{path} is a saved profile, which --{next(iter(asked))} cannot change: "
-            "leave it out, or name the model"
-        )
-    device = find_device(name) if name is not None else None
-    tell("reading")
-    graph, profile, about = load_profile(Path(path))
-    if device is not None:
-        profile = analytic_profile(graph, device)
-    return _Profiled(graph, profile, about)
-
-
-def _compare_model(name: str, steps: int) -> Comparison:
-    def make() -> Parts:
-        work = models.build(name)
-        return work.train_step, work.model, work.optimizer, work.batch
-
-    with Console(stderr=True).status(name) as status:
-        return compare(
-            make,
-            rekindle.optimize,
-            steps=steps,
-            on_stage=lambda stage: status.update(f"{name}: {stage}"),
-        )
-
-
-def _console(json_target: str | None) -> Console:
-    """Where tables go: standard output, unless that is for JSON alone."""
-    return Console(quiet=json_target == STDOUT, highlight=False)
-
-
-def _print_written(console: Console, *paths: str | None) -> None:
-    written = [path for path in paths if path]
-    if written:
-        console.print(f"Written: {', '.join(written)}", soft_wrap=True, markup=False)
-
-
-def _write_json(target: str | None, content: dict[str, Any]) -> None:
-    if target is None:
-        return
-    versions = {
-        "rekindle": rekindle.__version__,
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-    }
-    text = json.dumps({"schema": SCHEMA, "versions": versions, **content}, indent=1)
-    if target == STDOUT:
-        print(text)
-    else:
-        Path(target).write_text(text + "\n", encoding="utf-8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -28,6 +29,30 @@ def _check_file(target: str | None) -> str | None:
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise typer.BadParameter(f"{target} cannot be written to")
     return target
+
+
+def _check_folder(target: str) -> str:
+    if target == STDOUT:
+        raise typer.BadParameter("only --json can go to standard output: name a folder")
+    path = Path(target)
+    if path.exists() and not path.is_dir():
+        raise typer.BadParameter(f"{target} is no folder")
+    if not path.absolute().parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {path.parent} to make {path.name} in")
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK | os.X_OK):
+        raise typer.BadParameter(f"{target} cannot be written to: name another folder")
+    return target
+
+
+def can_write_pages() -> bool:
+    """Whether the package is here that pages are made with."""
+    return find_spec("plotly") is not None
+
+
+def _check_page(target: str | None) -> str | None:
+    if target is not None and not can_write_pages():
+        raise typer.BadParameter('the page needs plotly: pip install "rekindle[report]"')
+    return _check_file(target)
 
 
 def _check_json(target: str | None) -> str | None:
@@ -74,6 +99,12 @@ ModelArgument = Annotated[
         f"(FILE{SAVED_SUFFIX}).",
     ),
 ]
+RunModelArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL", help="A model of the zoo (rekindle models), or path/to/file.py:function."
+    ),
+]
 BatchOption = Annotated[
     int | None, typer.Option("--batch", min=1, metavar="N", help="The batch size.")
 ]
@@ -89,9 +120,12 @@ DeviceOption = Annotated[
         "are estimated: no GPU is needed for that.",
     ),
 ]
+RunDeviceOption = Annotated[
+    str | None, typer.Option("--device", metavar="cpu|cuda", help="Where the step runs.")
+]
 HtmlOption = Annotated[
     str | None,
-    typer.Option("--html", metavar="PATH", callback=_check_file, help="Write an interactive page."),
+    typer.Option("--html", metavar="PATH", callback=_check_page, help="Write an interactive page."),
 ]
 PngOption = Annotated[
     str | None,
@@ -149,5 +183,22 @@ SavePlanOption = Annotated[
         metavar="FILE.json",
         callback=_check_plan_file,
         help=f"Save the plan; compressed if the name ends in {SAVED_SUFFIX}.",
+    ),
+]
+StepsOption = Annotated[
+    int, typer.Option("--steps", min=1, metavar="N", help="How many steps to train.")
+]
+PlanFileOption = Annotated[
+    str | None,
+    typer.Option(
+        "--plan",
+        metavar="FILE.json",
+        help="Train by a plan that rekindle plan has saved, in place of a budget.",
+    ),
+]
+FolderOption = Annotated[
+    str,
+    typer.Option(
+        "--out", metavar="FOLDER", callback=_check_folder, help="Where the pages are written."
     ),
 ]

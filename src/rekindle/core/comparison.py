@@ -6,7 +6,9 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rekindle.core.cost import Profile
 from rekindle.core.ir import StepGraph
+from rekindle.core.schedule import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,15 +16,21 @@ class Comparison:
     """A plain training and a captured one.
 
     `compared` counts the tensors by kind ("parameter", "buffer", …); `differences` names what is
-    not the same, bit for bit. The samples are the times of single steps, in order.
+    not the same, bit for bit. The samples are the times of single steps, in order; the peak is that
+    of the last. Without a budget there is no profile and no plan.
     """
 
     graph: StepGraph
     capture_us: float
     plain_samples_us: tuple[float, ...]
     captured_samples_us: tuple[float, ...]
+    plain_peak_bytes: int
+    captured_peak_bytes: int
     compared: Mapping[str, int]
     differences: tuple[str, ...]
+    budget_bytes: int | None = None
+    profile: Profile | None = None
+    plan: Plan | None = None
 
     @property
     def steps(self) -> int:
@@ -33,6 +41,11 @@ class Comparison:
     def equal(self) -> bool:
         """Whether nothing differs."""
         return not self.differences
+
+    @property
+    def is_within_budget(self) -> bool:
+        """Whether the captured training has stayed within its budget, if it has one."""
+        return self.budget_bytes is None or self.captured_peak_bytes <= self.budget_bytes
 
     @property
     def plain_us(self) -> float:
@@ -46,5 +59,5 @@ class Comparison:
 
 
 def _warm_median(samples_us: tuple[float, ...]) -> float:
-    """The median without the first step, which creates optimizer state and picks kernels."""
-    return statistics.median(samples_us[1:] or samples_us)
+    """The median without the first step, which picks kernels, and the last, which is watched."""
+    return statistics.median(samples_us[1:-1] or samples_us)

@@ -77,6 +77,17 @@ class Liveness:
             else int(self.death[storage]),
         )
 
+    def optimizer_bytes(self) -> list[int]:
+        """The sizes of what the optimizer makes for itself, at the moment it holds the most."""
+        ops = [op.index for op in self.graph.ops if op.phase is Phase.OPTIMIZER]
+        if not ops:
+            return []
+        sizes = np.array([storage.nbytes for storage in self.graph.storages], dtype=np.int64)
+        own = np.flatnonzero((self.birth >= ops[0]) & ~self.is_resident & (sizes > 0))
+        moments = [own[(self.birth[own] <= op) & (op <= self.death[own])] for op in ops]
+        most = max(moments, key=lambda there: int(sizes[there].sum()))
+        return [int(size) for size in sizes[most]]
+
     def activations(self) -> list[Lifetime]:
         """The lifetimes of the activations: what could be dropped and computed again."""
         return [

@@ -209,14 +209,16 @@ def plan_from_json(data: dict[str, Any]) -> Plan:
     )
 
 
-def save_plan(path: Path, plan: Plan) -> None:
+def save_plan(path: str | Path, plan: Plan) -> None:
     """Write a plan into a file, compressed if its name ends in .gz."""
+    path = Path(path)
     data = {"schema": SCHEMA, "plan": plan_to_json(plan)}
     _write(path, data, is_compressed=path.suffix == ".gz")
 
 
-def load_plan(path: Path) -> Plan:
+def load_plan(path: str | Path) -> Plan:
     """Read what `save_plan` wrote; `Plan.check(graph)` then says whether it is of that graph."""
+    path = Path(path)
     try:
         content = path.read_bytes()
         if content.startswith(_GZIP):

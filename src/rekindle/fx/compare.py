@@ -5,18 +5,36 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from rekindle.core.comparison import Comparison
+from rekindle.core.cost import Profile
+from rekindle.core.ir import StepGraph
+from rekindle.core.schedule import Plan
+from rekindle.fx.meters import peak_bytes
 from rekindle.fx.sandbox import random_states
-from rekindle.fx.step import TrainStep
+from rekindle.fx.timing import tensors_around
 
 State = dict[str, Any]
 Parts = tuple[Callable[..., Any], nn.Module, torch.optim.Optimizer, Any]
+
+
+class Step(Protocol):
+    """A step to train with, as `optimize` returns it."""
+
+    @property
+    def graph(self) -> StepGraph: ...
+    @property
+    def profile(self) -> Profile | None: ...
+    @property
+    def plan(self) -> Plan | None: ...
+    @property
+    def budget_bytes(self) -> int | None: ...
+    def __call__(self, batch: Any) -> Any: ...
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
@@ -59,7 +77,7 @@ def count_tensors(state: Mapping[str, Any]) -> dict[str, int]:
 
 def compare(
     make: Callable[[], Parts],
-    optimize: Callable[..., TrainStep],
+    optimize: Callable[..., Step],
     *,
     steps: int,
     seed: int = 0,
@@ -74,46 +92,65 @@ def compare(
     with torch.random.fork_rng(devices=devices):
         on_stage("building the model")
         torch.manual_seed(seed)
-        train_step, model, optimizer, batch = make()
+        train_step, *objects = make()
         torch.manual_seed(seed)
         on_stage(f"training {steps} steps without Rekindle")
-        plain, plain_us = _train(lambda: train_step(model, optimizer, batch), steps)
-        plain.update(state_of(model, optimizer))
+        plain = _Training(lambda: train_step(*objects), *objects, steps=steps)
+        del objects  # two models at once might not fit
 
         on_stage("building the model again")
         torch.manual_seed(seed)
-        train_step, model, optimizer, batch = make()
+        train_step, *objects = make()
         torch.manual_seed(seed)
         on_stage("capturing a step")
         start = time.perf_counter()
-        step = optimize(train_step, model, optimizer, batch)
+        step = optimize(train_step, *objects)
         capture_us = (time.perf_counter() - start) * 1e6
         on_stage(f"training {steps} steps with Rekindle")
-        captured, captured_us = _train(lambda: step(batch), steps)
-        captured.update(state_of(model, optimizer))
+        captured = _Training(lambda: step(objects[-1]), *objects, steps=steps)
     return Comparison(
         graph=step.graph,
         capture_us=capture_us,
-        plain_samples_us=plain_us,
-        captured_samples_us=captured_us,
-        compared=count_tensors(plain),
-        differences=tuple(differences(plain, captured)),
+        plain_samples_us=tuple(plain.samples_us),
+        captured_samples_us=tuple(captured.samples_us),
+        plain_peak_bytes=plain.peak_bytes,
+        captured_peak_bytes=captured.peak_bytes,
+        compared=count_tensors(plain.state),
+        differences=tuple(differences(plain.state, captured.state)),
+        budget_bytes=step.budget_bytes,
+        profile=step.profile,
+        plan=step.plan,
     )
 
 
-def _train(step: Callable[[], Any], steps: int) -> tuple[State, tuple[float, ...]]:
-    """What each step returns, and how long it takes."""
-    results: State = {}
-    samples_us = []
-    for index in range(1, steps + 1):
+class _Training:
+    """A few steps, each timed: what they return and leave. In the last, memory is watched."""
+
+    def __init__(
+        self,
+        step: Callable[[], Any],
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        batch: Any,
+        *,
+        steps: int,
+    ) -> None:
+        self.state: State = {}
+        self.samples_us: list[float] = []
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        for _ in range(steps - 1):
+            self._train(step)
+        around = tensors_around(model, optimizer, batch)
+        self.peak_bytes = peak_bytes(lambda: self._train(step), device, around)
+        self.state.update(state_of(model, optimizer))
+
+    def _train(self, step: Callable[[], Any]) -> None:
         start = time.perf_counter()
-        result = step()
-        leaves = [_copy(leaf) for leaf in pytree.tree_leaves(result)]  # waits for the device
-        samples_us.append((time.perf_counter() - start) * 1e6)
+        leaves = [_copy(leaf) for leaf in pytree.tree_leaves(step())]  # waits for the device
+        self.samples_us.append((time.perf_counter() - start) * 1e6)
         for position, leaf in enumerate(leaves):
             place = f".{position}" if len(leaves) > 1 else ""
-            results[f"result {index}{place}"] = leaf
-    return results, tuple(samples_us)
+            self.state[f"result {len(self.samples_us)}{place}"] = leaf
 
 
 def _copy(value: Any) -> Any:

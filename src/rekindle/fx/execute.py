@@ -2,17 +2,24 @@
 
 The optimizer's operators are not run: the user's own optimizer object is called in their place, so
 that learning rates, step counts, hooks and state live where they always live.
+
+A step is whole or not at all, as far as parameters and optimizer state go: they change in that call
+alone. An error before it leaves them as they were. Once it has begun, an interrupt waits for its
+end; and the memory that it needs is asked for beforehand, so that it does not run out on the way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import fx
 
 from rekindle.fx.codegen import Code
+from rekindle.fx.interrupts import uninterrupted
 from rekindle.fx.recording import Recording
 from rekindle.fx.rewrite import Listing, as_recorded
 from rekindle.fx.tape import Kind
@@ -26,22 +33,36 @@ _ForceDispatchKeyGuard = torch._C._ForceDispatchKeyGuard
 class Program:
     """A recorded step, ready to run: as it was recorded, or as a plan has rewritten it."""
 
-    def __init__(self, recording: Recording, listing: Listing | None = None) -> None:
+    def __init__(
+        self,
+        recording: Recording,
+        listing: Listing | None = None,
+        optimizer_bytes: Sequence[int] = (),
+    ) -> None:
+        """`optimizer_bytes` are what the optimizer allocates at once, on CUDA."""
         self.recording = recording
+        self._optimizer_bytes = optimizer_bytes
         self.listing = listing or as_recorded(recording)
         self._optimizer = recording.around.optimizer
         self._device_types = sorted({s.device.type for s in recording.tape.storages} - {"meta"})
         self._stale_grads = [use.slot for use in recording.grads if not use.reads_old]
         self._final_grads = [(use.slot, use.final) for use in recording.grads]
-        self._outputs = [self.listing.renamed[node] for node in recording.outputs]
+        self.outputs = [self.listing.renamed[node] for node in recording.outputs]
         self._state: list[torch.Tensor] = []
-        self.source, self._run = self._generate().compile()
+        self.source, self._run = self.compile(self.listing.nodes, returned=self.outputs)
 
     def __call__(self, batch: list[torch.Tensor], state: list[torch.Tensor]) -> Any:
         """Run one step on a batch's tensors; returns what the user's function returns.
 
         `state` has the tensor of each of the surroundings' slots.
         """
+        with self.running(state):
+            outputs = self._run(batch, state, ())
+        return self.finish(outputs, state)
+
+    @contextmanager
+    def running(self, state: list[torch.Tensor]) -> Iterator[None]:
+        """What is set while the step's code runs: it is below autograd, and casts for itself."""
         for index in self._stale_grads:
             state[index].grad = None
         self._state = state
@@ -52,9 +73,13 @@ class Program:
                 for kind in self._device_types:  # casts are part of the graph already
                     stack.enter_context(torch.autocast(kind, enabled=False))
                 stack.enter_context(torch._C._AutoDispatchBelowAutograd())
-                outputs = iter(self._run(batch, state))
+                yield
         finally:
             self._state = []
+
+    def finish(self, tensors: Iterable[torch.Tensor], state: list[torch.Tensor]) -> Any:
+        """Put a step's outputs where they belong; returns what the user's function returns."""
+        outputs = iter(tensors)
         result = self.recording.result.rebuild([next(outputs) for _ in self.recording.result_nodes])
         for index, node in self._final_grads:
             state[index].grad = None if node is None else next(outputs)
@@ -63,11 +88,22 @@ class Program:
             effect.container[effect.key] = value
         return result
 
-    def _generate(self) -> Code:
-        """The function `step(batch, state) -> outputs`."""
+    def compile(
+        self,
+        nodes: Sequence[fx.Node],
+        *,
+        entering: Sequence[fx.Node] = (),
+        returned: Sequence[fx.Node],
+        functions: Mapping[fx.Node, Callable[..., Any]] = MappingProxyType({}),
+    ) -> tuple[str, Callable[..., Any]]:
+        """The function `step(batch, state, entering) -> returned` that runs some of the nodes.
+
+        `entering` are results of nodes that have run before; `functions` has what to call for
+        nodes in place of their targets.
+        """
         recording, listing = self.recording, self.listing
-        code = Code("batch, state")
-        used = {arg for node in listing.nodes for arg in node.all_input_nodes}.union(self._outputs)
+        code = Code("batch, state, entering")
+        used = {arg for node in nodes for arg in node.all_input_nodes}.union(returned)
         places = {node: f"batch[{index}]" for index, node in enumerate(recording.batch_nodes)}
         slots = {(slot.kind, slot.name): i for i, slot in enumerate(recording.around.slots)}
         for entry in recording.tape.entries:
@@ -82,17 +118,22 @@ class Program:
             for node, place in places.items()
             if listing.renamed[node] in used
         ]
+        if entering:
+            code.lines.append(f"[{', '.join(node.name for node in entering)}] = entering")
         code.add_calls(
-            listing.nodes,
+            nodes,
             frees=listing.frees,
             grad_enabled={node: call.grad_enabled for node, call in listing.calls.items()},
             functions={
-                node: self._optimizer_caller(call.params, call.autocast)
-                for node, call in listing.optimizer_calls.items()
+                **{
+                    node: self._optimizer_caller(call.params, call.autocast)
+                    for node, call in listing.optimizer_calls.items()
+                },
+                **functions,
             },
         )
-        code.lines.append(f"return [{', '.join(node.name for node in self._outputs)}]")
-        return code
+        code.lines.append(f"return [{', '.join(node.name for node in returned)}]")
+        return code.compile()
 
     def _optimizer_caller(
         self, params: list[int], autocast: dict[str, torch.dtype]
@@ -101,15 +142,27 @@ class Program:
 
         def step_optimizer(*grads: torch.Tensor) -> None:
             owners = [self._state[index] for index in params]
-            for owner, grad in zip(owners, grads, strict=True):
-                owner.grad = grad
+            if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+                for device in {owner.device for owner in owners if owner.is_cuda}:
+                    _reserve(self._optimizer_bytes, device)
             with ExitStack() as stack:
+                stack.enter_context(uninterrupted())
                 stack.enter_context(_ForceDispatchKeyGuard(*self._user_keys))
                 stack.enter_context(torch.enable_grad())
                 for kind, dtype in autocast.items():
                     stack.enter_context(torch.autocast(kind, dtype=dtype))
-                self._optimizer.step()
-            for owner in owners:
-                owner.grad = None
+                try:
+                    for owner, grad in zip(owners, grads, strict=True):
+                        owner.grad = grad
+                    self._optimizer.step()
+                finally:
+                    for owner in owners:
+                        owner.grad = None
 
         return step_optimizer
+
+
+def _reserve(sizes: Sequence[int], device: torch.device) -> None:
+    """Allocate so many bytes in pieces, and let go of them: the allocator keeps them at hand."""
+    pieces = [torch.empty(nbytes, dtype=torch.uint8, device=device) for nbytes in sizes]
+    del pieces

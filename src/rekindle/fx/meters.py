@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import numpy as np
@@ -140,11 +140,7 @@ class CpuMeter:
 
     def workspaces_bytes(self, run: Run, n_ops: int) -> tuple[NDArray[np.int64], int]:
         found = np.zeros(n_ops, dtype=np.int64)
-        if not torch.cuda.is_available():  # or the profiler complains that it finds no GPU
-            os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-        with torch_profile(
-            activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
-        ) as profiler:
+        with _watching_the_allocator() as profiler:
             run(_marked)
         moments, totals = allocations(profiler)
         for event in profiler.profiler.kineto_results.events():
@@ -163,6 +159,30 @@ class CpuMeter:
 
     def transfer_rates(self) -> tuple[float, float]:
         return 0.0, 0.0
+
+
+def peak_bytes(step: Callable[[], Any], device: torch.device, around: Iterable[Any]) -> int:
+    """The most bytes allocated on a device at any moment of a step, which is run for it.
+
+    CUDA's allocator counts all there is. The CPU's is watched while the step runs: what was there
+    before is taken to be the tensors `around`.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        step()
+        return torch.cuda.max_memory_allocated(device)
+    tensors = [leaf for leaf in around if isinstance(leaf, torch.Tensor) and not leaf.is_meta]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    with _watching_the_allocator() as profiler:
+        step()
+    return sum(storages.values()) + int(allocations(profiler)[1].max())
+
+
+def _watching_the_allocator() -> Any:
+    if not torch.cuda.is_available():  # or the profiler complains that it finds no GPU
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    return torch_profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
 
 
 def allocations(profiler: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

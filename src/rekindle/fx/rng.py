@@ -25,22 +25,35 @@ def set_state(device: str, state: torch.Tensor) -> None:
         torch.cuda.set_rng_state(state, device)
 
 
-def read(source: torch.Generator | str) -> torch.Tensor:
-    """The state of a generator, or of a device's default one."""
-    return get_state(source) if isinstance(source, str) else source.get_state()
+def read(source: torch.Generator | str) -> torch.Tensor | torch.Generator:
+    """What brings a generator, or a device's default one, back to where it is now.
+
+    On the CPU this is a twin of the generator: it is no tensor, whose memory would count as the
+    step's.
+    """
+    generator = generator_of(source)
+    return generator.clone_state() if generator.device.type == "cpu" else generator.get_state()
 
 
-def write(source: torch.Generator | str, state: torch.Tensor) -> None:
-    """Set the state of a generator, or of a device's default one."""
-    if isinstance(source, str):
-        set_state(source, state)
-    else:
-        source.set_state(state)
+def write(source: torch.Generator | str, state: torch.Tensor | torch.Generator) -> None:
+    """Bring a generator back to where it was read."""
+    generator_of(source).set_state(state if isinstance(state, torch.Tensor) else state.get_state())
+
+
+def generator_of(source: torch.Generator | str) -> torch.Generator:
+    """The generator itself, or a device's default one."""
+    if isinstance(source, torch.Generator):
+        return source
+    device = torch.device(source)
+    if device.type == "cpu":
+        return torch.default_generator
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.cuda.default_generators[index]
 
 
 def replay(
     source: torch.Generator | str,
-    state: torch.Tensor,
+    state: torch.Tensor | torch.Generator,
     function: Callable[..., Any],
     *args: Any,
     **kwargs: Any,

@@ -7,26 +7,29 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
 from rekindle.core.cost import Profile
 from rekindle.core.ir import StepGraph
+from rekindle.core.liveness import analyze
 from rekindle.core.schedule import Plan
-from rekindle.core.simulate import Trace, simulate
 from rekindle.errors import RekindleError
 from rekindle.fx import tree, where
 from rekindle.fx.capture import record
 from rekindle.fx.checks import Checks
+from rekindle.fx.cudagraph import Graphed
+from rekindle.fx.engines import Engine, EngineMaker
 from rekindle.fx.execute import Program
 from rekindle.fx.guard import Guard, signature
 from rekindle.fx.lift import lift
 from rekindle.fx.recording import Recording
 from rekindle.fx.rewrite import rewrite
 from rekindle.fx.rewrite_check import check_listing
-from rekindle.fx.timing import Measurement, measure
+from rekindle.fx.timing import tensors_around
+from rekindle.units import format_bytes
 
 log = logging.getLogger("rekindle")
 
@@ -35,31 +38,107 @@ MAX_VARIANTS = 16
 
 
 class Arrangement(NamedTuple):
-    """What was decided about a captured step: its costs, and the plan it runs by."""
+    """What was decided about a captured step; a plan from elsewhere may come without costs."""
 
-    profile: Profile
     plan: Plan
+    profile: Profile | None
+    budget_bytes: int
 
 
-# From a recording, its graph and the batch's tensors: how the step is to run.
-Arrange = Callable[[Recording, StepGraph, list[torch.Tensor]], Arrangement]
+class Arranger(Protocol):
+    """Decides how captured steps run."""
+
+    def arrange(
+        self,
+        recording: Recording,
+        graph: StepGraph,
+        batch: list[torch.Tensor],
+        device: torch.device,
+        extra_bytes: int,
+    ) -> Arrangement:
+        """Decide about a captured step, given its batch's tensors."""
+
+    def again(self, graph: StepGraph, before: Arrangement, peak_bytes: int) -> Arrangement | None:
+        """Decide anew after a step has needed more than its budget."""
 
 
 class Variant:
     """One capture: valid for one batch signature and one form of the user's objects."""
 
     def __init__(
-        self, recording: Recording, arrange: Arrange | None, batch: list[torch.Tensor]
+        self,
+        recording: Recording,
+        batch: list[torch.Tensor],
+        device: torch.device,
+        arranger: Arranger | None,
+        engines: EngineMaker,
     ) -> None:
         self.graph: StepGraph = lift(recording)
-        self.arranged = arrange(recording, self.graph, batch) if arrange else None
+        self.recording = recording
+        self._arranger = arranger
+        self._engines = engines
+        self._device = device
+        self.arranged: Arrangement | None = None
+        if arranger is not None:
+            extra = engines.extra_bytes(batch)
+            self.arranged = arranger.arrange(recording, self.graph, batch, device, extra)
+        self.engine = self._planned()
+        self.guard = Guard(recording)
+        self._n_steps = 0
+
+    @property
+    def program(self) -> Program:
+        """The generated code."""
+        return self.engine.program if isinstance(self.engine, Graphed) else self.engine
+
+    def run(self, batch: list[torch.Tensor], state: list[torch.Tensor]) -> Any:
+        """Run one step. The first ones under a budget are watched, where that costs nothing."""
+        watched = self._n_steps < 2 and self.arranged and self._device.type == "cuda"
+        if watched and not self._n_steps:
+            torch.cuda.reset_peak_memory_stats(self._device)
+        result = self.engine(batch, state)
+        if watched and not self._n_steps:
+            self._hold_to_budget(torch.cuda.max_memory_allocated(self._device))
+        elif watched:
+            self._hold_graphs_to_budget()
+        self._n_steps += 1
+        return result
+
+    def _hold_graphs_to_budget(self) -> None:
+        """Do without graphs if they need more than the budget, and the step itself does not."""
+        if isinstance(self.engine, Graphed) and self.arranged:
+            over = self.engine.peak_bytes - self.arranged.budget_bytes
+            if over > 0:
+                self.engine.give_up(f"they need {format_bytes(over)} more than the budget")
+
+    def _hold_to_budget(self, peak_bytes: int) -> None:
+        """Plan once more if the first step has needed more than the budget."""
+        assert self.arranged is not None
+        assert self._arranger is not None
+        budget_bytes = self.arranged.budget_bytes
+        if peak_bytes <= budget_bytes:
+            return
+        log.warning(
+            "the first step took %s, and the budget is %s (%s was forecast)",
+            format_bytes(peak_bytes),
+            format_bytes(budget_bytes),
+            format_bytes(self.arranged.plan.peak_bytes),
+        )
+        arranged = self._arranger.again(self.graph, self.arranged, peak_bytes)
+        if arranged is not None:
+            log.warning("planned again, for %s less", format_bytes(peak_bytes - budget_bytes))
+            self.arranged = arranged
+            self.engine = self._planned()
+
+    def _planned(self) -> Engine:
+        """The step as it was arranged, on its engine."""
         listing = None
         if self.arranged is not None:
             schedule = self.arranged.plan.schedule
-            listing = rewrite(recording, self.graph, schedule)
-            check_listing(recording, self.graph, listing, schedule)
-        self.program = Program(recording, listing)
-        self.guard = Guard(recording)
+            listing = rewrite(self.recording, self.graph, schedule)
+            check_listing(self.recording, self.graph, listing, schedule)
+        optimizer_bytes = analyze(self.graph).optimizer_bytes()
+        return self._engines.make(Program(self.recording, listing, optimizer_bytes))
 
 
 class CapturedStep:
@@ -77,12 +156,14 @@ class CapturedStep:
         batch: Any,
         *,
         as_on_gpu: bool = False,
-        arrange: Arrange | None = None,
+        arranger: Arranger | None = None,
+        engine: str = "python",
     ) -> None:
         _check_types(train_step, model, optimizer)
-        self._arrange = arrange
+        self._arranger = arranger
         self._train_step = train_step
         self._model = model
+        self._engines = EngineMaker(engine, self.device)
         self._optimizer = optimizer
         self.is_forecast = as_on_gpu
         self._variants: OrderedDict[Hashable, list[Variant]] = OrderedDict()
@@ -116,7 +197,11 @@ class CapturedStep:
     @property
     def recording(self) -> Recording:
         """What the first capture recorded."""
-        return self._first.program.recording
+        return self._first.recording
+
+    def around(self, batch: Any) -> list[Any]:
+        """The tensors that are there before a step on this batch."""
+        return tensors_around(self._model, self._optimizer, batch)
 
     def first_batch(self) -> list[torch.Tensor] | None:
         """The tensors of the batch captured first, if the user still holds them all."""
@@ -145,14 +230,14 @@ class CapturedStep:
                 state = variant.guard.fetch()
                 if state is not None:
                     self._variants.move_to_end(key)
-                    return variant.program(flat.tensors, state)
+                    return variant.run(flat.tensors, state)
             variant = self._capture(batch, key)
             state = variant.guard.fetch()
             if state is None:
                 raise RekindleError(
                     f"the step cannot be told from a changed one: {variant.guard.reason}"
                 )
-            return variant.program(flat.tensors, state)
+            return variant.run(flat.tensors, state)
         finally:
             self._lock.release()
 
@@ -172,11 +257,12 @@ class CapturedStep:
         recording = record(
             self._train_step, self._model, self._optimizer, batch, as_on_gpu=self.is_forecast
         )
-        variant = Variant(recording, self._arrange, tree.flatten(batch).tensors)
+        tensors = tree.flatten(batch).tensors
+        variant = Variant(recording, tensors, self.device, self._arranger, self._engines)
         if others:
             log.info("captured the step anew: %s", others[-1].guard.reason)
         elif self._variants:
-            shapes = ", ".join(str(tuple(t.shape)) for t in tree.flatten(batch).tensors)
+            shapes = ", ".join(str(tuple(t.shape)) for t in tensors)
             log.info("captured the step anew, for a batch of shape %s", shapes)
         self._variants.setdefault(key, []).append(variant)
         self._forget_oldest()
@@ -209,52 +295,3 @@ def _check_types(train_step: Any, model: Any, optimizer: Any) -> None:
             )
     if not callable(train_step):
         raise TypeError("train_step must be a function of (model, optimizer, batch)")
-
-
-class TrainStep:
-    """A training step to train with: ``loss = step(batch)``."""
-
-    def __init__(self, captured: CapturedStep) -> None:
-        self._captured = captured
-
-    def __call__(self, batch: Any) -> Any:
-        """Train on one batch; returns what the user's function returns."""
-        return self._captured(batch)
-
-    @property
-    def captured(self) -> CapturedStep:
-        """The captured step that runs."""
-        return self._captured
-
-    @property
-    def graph(self) -> StepGraph:
-        """The captured step as a torch-free graph."""
-        return self._captured.graph
-
-    @property
-    def profile(self) -> Profile | None:
-        """What every op costs; None for a step without a budget, which is not profiled."""
-        arranged = self._captured.arranged
-        return arranged.profile if arranged else None
-
-    @property
-    def plan(self) -> Plan | None:
-        """What is kept and what is computed again; None for a step without a budget."""
-        arranged = self._captured.arranged
-        return arranged.plan if arranged else None
-
-    @property
-    def trace(self) -> Trace | None:
-        """Bytes and microseconds at every position, as forecast; None without a budget."""
-        arranged = self._captured.arranged
-        return simulate(self.graph, *arranged) if arranged else None
-
-    @property
-    def n_captures(self) -> int:
-        """How many captures are kept: one for each batch signature and mode met so far."""
-        return self._captured.n_captures
-
-    def measure(self, batch: Any, steps: int = 5) -> Measurement:
-        """Run a few steps (they train!) and measure them, after one to warm up."""
-        device = self._captured.device
-        return measure(lambda: self(batch), device=device, steps=steps)

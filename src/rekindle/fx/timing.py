@@ -1,4 +1,4 @@
-"""Measures a step: the device's peak of allocated bytes and the time."""
+"""Measures a step: the time, and the peak of the bytes allocated on the device."""
 
 from __future__ import annotations
 
@@ -9,33 +9,50 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from rekindle.fx.meters import peak_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What a step really took. `peak_bytes` is None where the device does not tell (the CPU)."""
+    """What a step really took: the most bytes allocated at any moment, and the median time."""
 
-    peak_bytes: int | None
+    peak_bytes: int
     step_us: float
     samples_us: tuple[float, ...]
 
 
 def measure(
-    step: Callable[[], Any], *, device: torch.device, steps: int, warmup: int = 1
+    step: Callable[[], Any],
+    *,
+    device: torch.device,
+    steps: int,
+    warmup: int = 1,
+    around: Callable[[], list[Any]] = list,
 ) -> Measurement:
-    """Run `step` a few times: the median time, and the most bytes allocated at any moment."""
-    on_cuda = device.type == "cuda"
+    """Run `step` to warm up, once to watch memory, then a few times for the time.
+
+    `around` returns the tensors that are there before a step, asked for once the step is warm:
+    on the CPU they count for what nothing else tells.
+    """
     for _ in range(warmup):
         step()
-    if on_cuda:
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
+    peak = peak_bytes(step, device, around())
     samples = []
     for _ in range(steps):
         start = time.perf_counter()
         step()
-        if on_cuda:
+        if device.type == "cuda":
             torch.cuda.synchronize(device)
         samples.append((time.perf_counter() - start) * 1e6)
-    peak = torch.cuda.max_memory_allocated(device) if on_cuda else None
     return Measurement(peak, statistics.median(samples), tuple(samples))
+
+
+def tensors_around(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> list[Any]:
+    """What is there before a step: parameters, gradients, buffers, optimizer state and batch."""
+    params = list(model.parameters())
+    grads = [param.grad for param in params]
+    state = list(optimizer.state.values())
+    return [*params, *grads, *model.buffers(), *pytree.tree_leaves([state, batch])]

@@ -28,14 +28,18 @@ def comparison_data(comparison: Comparison) -> dict[str, Any]:
     """A plain and a captured training, and the graph."""
     return {
         "equal": comparison.equal,
+        "budget_bytes": comparison.budget_bytes,
+        "is_within_budget": comparison.is_within_budget,
         "differences": list(comparison.differences),
         "compared": dict(comparison.compared),
         "capture_us": comparison.capture_us,
         "plain": {
+            "peak_bytes": comparison.plain_peak_bytes,
             "step_us": comparison.plain_us,
             "samples_us": list(comparison.plain_samples_us),
         },
         "captured": {
+            "peak_bytes": comparison.captured_peak_bytes,
             "step_us": comparison.captured_us,
             "samples_us": list(comparison.captured_samples_us),
         },

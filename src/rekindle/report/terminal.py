@@ -56,14 +56,6 @@ def comparison_summary(title: str, comparison: Comparison) -> RenderableType:
     )
 
 
-def conclusion(names: Iterable[str], differing: Iterable[str]) -> RenderableType:
-    """The last line: whether every training was the same, and if not, which was not."""
-    differing = list(differing)
-    if differing:
-        return Text(f"Not the same: {', '.join(differing)}.", style="bold red")
-    return Text(f"The same, bit for bit: {', '.join(names)}.", style="bold green")
-
-
 def profile_summary(summary: Summary, *, most: int = 8) -> RenderableType:
     """A profiled step: its peak and what that is made of, and where time and bytes go."""
     parts: list[RenderableType] = [
@@ -196,20 +188,39 @@ def _role_table(graph: StepGraph) -> Table:
 
 
 def _findings(comparison: Comparison) -> Table:
-    steps = "1 step" if comparison.steps == 1 else f"{comparison.steps} steps"
     table = Table.grid(padding=(0, 2))
-    if comparison.equal:
-        verdict = Text("equal", style="bold green")
-        table.add_row(verdict, f"after {steps}, bit for bit: {_counts(comparison)}")
-    else:
-        verdict = Text("different", style="bold red")
-        table.add_row(verdict, f"after {steps}: {_names(comparison.differences)}")
+    table.add_row(*verdict(comparison))
+    if comparison.budget_bytes is not None:
+        table.add_row(*budget_verdict(comparison))
+    plain, captured = comparison.plain_peak_bytes, comparison.captured_peak_bytes
+    table.add_row("peak", f"{format_bytes(plain)} plain, {format_bytes(captured)} captured")
     times = (
         f"captured in {format_us(comparison.capture_us)}; a step takes "
         f"{format_us(comparison.plain_us)} plain, {format_us(comparison.captured_us)} captured"
     )
     table.add_row("time", times)
     return table
+
+
+def verdict(comparison: Comparison) -> tuple[Text, Text]:
+    """Whether two trainings are the same: a word, and what was compared or what differs."""
+    steps = "1 step" if comparison.steps == 1 else f"{comparison.steps} steps"
+    if comparison.equal:
+        counts = f"after {steps}, bit for bit: {_counts(comparison)}"
+        return Text("equal", style="bold green"), Text(counts)
+    differing = f"after {steps}: {_names(comparison.differences)}"
+    return Text("different", style="bold red"), Text(differing)  # names may hold brackets
+
+
+def budget_verdict(comparison: Comparison) -> tuple[Text, str]:
+    """Whether a training has stayed within its budget: a word, and by how much."""
+    budget_bytes = comparison.budget_bytes or 0
+    room = budget_bytes - comparison.captured_peak_bytes
+    words = f"the budget of {format_bytes(budget_bytes)}, the peak"
+    if room < 0:
+        return Text("over", style="bold red"), f"{words} {format_bytes(-room)} above it"
+    place = f"{format_bytes(room)} below it" if room else "exactly at it"
+    return Text("within", style="bold green"), f"{words} {place}"
 
 
 def _names(differences: Sequence[str]) -> str:

@@ -1,0 +1,131 @@
+"""From a captured step to a planned one: profile, decide, and decide again where that failed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from rekindle.core.cost import Profile
+from rekindle.core.ir import StepGraph
+from rekindle.core.schedule import Plan
+from rekindle.core.simulate import simulate
+from rekindle.errors import InfeasibleBudget
+from rekindle.fx import cache as profile_cache
+from rekindle.fx import measure
+from rekindle.fx.recording import Recording
+from rekindle.fx.step import Arrangement
+from rekindle.plan.named import find_planner
+from rekindle.units import format_bytes, parse_budget
+
+log = logging.getLogger("rekindle")
+
+# How far the allocator may be above the forecast, as a share of the budget. CUDA's hands out blocks
+# of up to a mebibyte more than was asked for, as it happens to have them.
+_MARGINS = {"exact": 0.0005, "cuda": 0.005}
+
+
+def measured_profile(
+    recording: Recording,
+    graph: StepGraph,
+    batch: list[torch.Tensor] | None,
+    device: torch.device,
+    *,
+    cache: bool = True,
+    runs: int = 3,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Profile:
+    """A measured profile, from the cache where it is there."""
+    name, versions = measure.device_name(device), measure.versions()
+    kept = profile_cache.load(graph, name, versions) if cache and runs <= 3 else None
+    if kept is not None:
+        return kept
+    measured = measure.measure_profile(
+        recording, graph, batch, device, runs=runs, progress=progress
+    )
+    if cache:
+        profile_cache.save(graph, measured)
+    return measured
+
+
+class Arranger:
+    """Plans every capture of a step for one budget.
+
+    A profile or a plan that the user gives is of the step captured first; what comes later, a batch
+    of another shape for one, is measured and planned anew.
+    """
+
+    def __init__(
+        self,
+        budget: int | str,
+        planner: str,
+        profile: Profile | None = None,
+        plan: Plan | None = None,
+    ) -> None:
+        self._budget = budget
+        self._make = find_planner(planner)
+        self._given = profile, plan
+
+    def arrange(
+        self,
+        recording: Recording,
+        graph: StepGraph,
+        batch: list[torch.Tensor],
+        device: torch.device,
+        extra_bytes: int,
+    ) -> Arrangement:
+        """Decide how a captured step is to run; `extra_bytes` are held beside what it holds itself.
+
+        Raises InfeasibleBudget where no plan stays within the budget.
+        """
+        (profile, plan), self._given = self._given, (None, None)
+        if plan is not None:
+            plan.check(graph)
+            return Arrangement(plan, profile, plan.budget_bytes)
+        if profile is None:
+            profile = measured_profile(recording, graph, batch, device)
+            if device.type == "cuda":
+                torch.cuda.empty_cache()  # measuring needs more memory than the step will
+        budget_bytes = parse_budget(self._budget, simulate(graph, profile).peak_bytes)
+        profile = replace(profile, overhead_bytes=profile.overhead_bytes + extra_bytes)
+        margin = int(budget_bytes * _MARGINS.get(profile.allocator, 0.0))
+        return Arrangement(
+            self._within(graph, profile, budget_bytes, margin), profile, budget_bytes
+        )
+
+    def again(self, graph: StepGraph, before: Arrangement, peak_bytes: int) -> Arrangement | None:
+        """Another plan where a step was found to need more than its budget; None if there is none.
+
+        The new plan stays as far below the budget as the measured peak was above the forecast.
+        """
+        if before.profile is None:
+            return None
+        difference = peak_bytes - before.plan.peak_bytes
+        try:
+            plan = self._make(graph, before.profile, before.budget_bytes - difference)
+        except InfeasibleBudget as error:
+            log.warning("there is no other plan with room for that: %s", error)
+            return None
+        plan.check(graph)
+        return before._replace(plan=plan)
+
+    def _within(self, graph: StepGraph, profile: Profile, budget_bytes: int, margin: int) -> Plan:
+        """A plan that leaves a margin below the budget, unless only the whole budget will do."""
+        try:
+            plan = self._make(graph, profile, budget_bytes - margin)
+        except InfeasibleBudget as error:
+            if error.least_peak_bytes > budget_bytes:
+                raise InfeasibleBudget(
+                    budget_bytes=budget_bytes, least_peak_bytes=error.least_peak_bytes
+                ) from None
+            plan = self._make(graph, profile, budget_bytes)
+        plan.check(graph)
+        log.info(
+            "planned for %s: a peak of %s, %.1f ms of recomputation",
+            format_bytes(budget_bytes),
+            format_bytes(plan.peak_bytes),
+            plan.recompute_us / 1e3,
+        )
+        return plan

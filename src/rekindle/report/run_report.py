@@ -1,0 +1,100 @@
+"""A plain training and one within a budget: measured beside forecast, for people and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from rekindle.core.comparison import Comparison
+from rekindle.report.data import comparison_data
+from rekindle.report.pieces import indented, new_table
+from rekindle.report.plan_data import plan_data
+from rekindle.report.plan_summary import PlanSummary
+from rekindle.report.terminal import budget_verdict, graph_summary, verdict
+from rekindle.report.words import percent
+from rekindle.units import format_bytes, format_us
+
+
+def run_summary(title: str, comparison: Comparison, summary: PlanSummary) -> RenderableType:
+    """Peaks and step times, what was compared, and whether the promises held."""
+    return Group(
+        Text(title, style="bold"),
+        indented(graph_summary(comparison.graph)),  # brings an empty line above and below
+        indented(_measured_table(comparison, summary)),
+        indented(_findings(comparison, summary)),
+        "",
+    )
+
+
+def run_conclusion(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """The last line, of what `run_data` returns: whether every promise held."""
+    broken = {
+        "Not the same": [row["model"] for row in rows if not row["equal"]],
+        "Over the budget": [row["model"] for row in rows if not row["is_within_budget"]],
+    }
+    found = [f"{what}: {', '.join(names)}." for what, names in broken.items() if names]
+    if found:
+        return Text(" ".join(found), style="bold red")
+    names = ", ".join(row["model"] for row in rows)
+    kept = ", and within the budget" if any(row["budget_bytes"] for row in rows) else ""
+    return Text(f"The same, bit for bit{kept}: {names}.", style="bold green")
+
+
+def run_data(comparison: Comparison, summary: PlanSummary) -> dict[str, Any]:
+    """What `plan_data` has, and what was measured and compared."""
+    return {**plan_data(summary), **_found(comparison, "planned")}
+
+
+def replay_data(comparison: Comparison) -> dict[str, Any]:
+    """What was measured and compared where nothing was planned."""
+    return _found(comparison, "captured")
+
+
+def _found(comparison: Comparison, second: str) -> dict[str, Any]:
+    """What `comparison_data` has; what was measured stands apart from what was forecast."""
+    data = comparison_data(comparison)
+    measured = {"plain": data.pop("plain"), second: data.pop("captured")}
+    return {"steps": comparison.steps, "measured": measured, **data}
+
+
+def _measured_table(comparison: Comparison, summary: PlanSummary) -> Table:
+    table = new_table()
+    for name in ("", "plain", "planned", "of plain"):
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    for label, plain_bytes, planned_bytes in (
+        ("peak, measured", comparison.plain_peak_bytes, comparison.captured_peak_bytes),
+        ("peak, forecast", summary.plain.peak.nbytes, summary.peak.nbytes),
+    ):
+        share = percent(planned_bytes / max(plain_bytes, 1))
+        table.add_row(label, format_bytes(plain_bytes), format_bytes(planned_bytes), share)
+    for label, plain_us, planned_us in (
+        ("step, measured", comparison.plain_us, comparison.captured_us),
+        ("step, forecast", summary.plain.step_us, summary.step_us),
+    ):
+        share = percent(planned_us / max(plain_us, 1e-9))
+        table.add_row(label, format_us(plain_us), format_us(planned_us), share)
+    return table
+
+
+def _findings(comparison: Comparison, summary: PlanSummary) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_row(*verdict(comparison))
+    grid.add_row(*budget_verdict(comparison))
+    grid.add_row("plan", _plan_in_short(summary))
+    grid.add_row("ready", f"in {format_us(comparison.capture_us)}, once, before the first step")
+    return grid
+
+
+def _plan_in_short(summary: PlanSummary) -> str:
+    dropped = summary.dropped
+    if not dropped.dropped:
+        return f"{summary.planner} drops nothing"
+    again = f"{summary.recomputed_ops:,} op{'s' * (summary.recomputed_ops != 1)}"
+    return (
+        f"{summary.planner} drops {dropped.dropped:,} of {dropped.count:,} activations, "
+        f"{format_bytes(dropped.freed_bytes)} in all; {again} run again"
+    )

@@ -1,0 +1,100 @@
+"""The training step as users hold it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rekindle.core.cost import Profile
+from rekindle.core.ir import StepGraph
+from rekindle.core.schedule import Plan
+from rekindle.core.simulate import Trace, simulate
+from rekindle.errors import ReportError
+from rekindle.fx.step import CapturedStep
+from rekindle.fx.timing import Measurement, measure
+from rekindle.report import plan_html
+from rekindle.report.plan_summary import summarize_plan
+
+
+class TrainStep:
+    """A training step to train with: ``loss = step(batch)``."""
+
+    def __init__(self, captured: CapturedStep) -> None:
+        self._captured = captured
+
+    def __call__(self, batch: Any) -> Any:
+        """Train on one batch; returns what the user's function returns."""
+        return self._captured(batch)
+
+    @property
+    def captured(self) -> CapturedStep:
+        """The captured step that runs."""
+        return self._captured
+
+    @property
+    def graph(self) -> StepGraph:
+        """The captured step as a torch-free graph."""
+        return self._captured.graph
+
+    @property
+    def profile(self) -> Profile | None:
+        """What every op costs; None for a step without a budget, which is not profiled."""
+        arranged = self._captured.arranged
+        return arranged.profile if arranged else None
+
+    @property
+    def plan(self) -> Plan | None:
+        """What is kept and what is computed again; None for a step without a budget."""
+        arranged = self._captured.arranged
+        return arranged.plan if arranged else None
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """What the step may take; its plan stays a little below. None where nothing was asked."""
+        arranged = self._captured.arranged
+        return arranged.budget_bytes if arranged else None
+
+    @property
+    def trace(self) -> Trace | None:
+        """Bytes and microseconds at every position, as forecast; None without a profile."""
+        arranged = self._captured.arranged
+        if arranged is None or arranged.profile is None:
+            return None
+        return simulate(self.graph, arranged.profile, arranged.plan)
+
+    @property
+    def n_captures(self) -> int:
+        """How many captures are kept: one for each batch signature and mode met so far."""
+        return self._captured.n_captures
+
+    def measure(self, batch: Any, steps: int = 5) -> Measurement:
+        """Run a few steps (they train!) and measure them, after one to warm up."""
+        captured = self._captured
+        return measure(
+            lambda: self(batch),
+            device=captured.device,
+            steps=steps,
+            around=lambda: captured.around(batch),
+        )
+
+    def report(self, path: str | Path) -> None:
+        """Write the page about this step: what it holds when, and what was decided and why.
+
+        The page needs a profile, so the step a budget; it opens in any browser, without a network.
+        """
+        plan, profile, trace = self.plan, self.profile, self.trace
+        if plan is None or profile is None or trace is None:
+            raise ReportError(
+                "there is nothing to report of a step without a profile: give optimize a budget, "
+                "or use rekindle.profile and rekindle.simulate."
+            )
+        plain = simulate(self.graph, profile)
+        summary = summarize_plan(self.graph, profile, plain, plan, trace)
+        plan_html.write_plan_html(Path(path), self.graph, profile, plain, trace, summary)
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be pickled or copied: it is bound to the very objects it trains."""
+        raise TypeError(
+            "a TrainStep cannot be pickled or copied: save model.state_dict() and "
+            "optimizer.state_dict(), the plan with rekindle.save_plan, and call optimize again."
+        )
