@@ -14,7 +14,7 @@ from rekindle.core.schedule import Plan
 from rekindle.core.simulate import simulate
 from rekindle.errors import InfeasibleBudget
 from rekindle.fx import cache as profile_cache
-from rekindle.fx import measure
+from rekindle.fx import interpret, measure
 from rekindle.fx.recording import Recording
 from rekindle.fx.step import Arrangement
 from rekindle.plan.named import find_planner
@@ -22,6 +22,7 @@ from rekindle.units import format_bytes, parse_budget
 
 log = logging.getLogger("rekindle")
 
+_MOST_FOR_LIBRARIES = 256 << 20
 # How far the allocator may be above the forecast, as a share of the budget. CUDA's hands out blocks
 # of up to a mebibyte more than was asked for, as it happens to have them.
 _MARGINS = {"exact": 0.0005, "cuda": 0.005}
@@ -41,13 +42,29 @@ def measured_profile(
     name, versions = measure.device_name(device), measure.versions()
     kept = profile_cache.load(graph, name, versions) if cache and runs <= 3 else None
     if kept is not None:
-        return kept
+        return _as_of_now(kept, recording, batch or [], device)
     measured = measure.measure_profile(
         recording, graph, batch, device, runs=runs, progress=progress
     )
     if cache:
         profile_cache.save(graph, measured)
     return measured
+
+
+def _as_of_now(
+    kept: Profile, recording: Recording, batch: list[torch.Tensor], device: torch.device
+) -> Profile:
+    """A profile from another time, with what is allocated beside the step today.
+
+    What was there beside it then counts up to what CUDA's libraries may hold, which they allocate
+    when they are first used; the rest was something else in that process.
+    """
+    if device.type != "cuda":
+        return kept
+    resident = interpret.resident_bytes(recording, batch, device)
+    beside = torch.cuda.memory_allocated(device) - resident
+    overhead = max(beside, min(kept.overhead_bytes, beside + _MOST_FOR_LIBRARIES))
+    return replace(kept, overhead_bytes=max(0, overhead))
 
 
 class Arranger:

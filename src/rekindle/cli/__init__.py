@@ -44,7 +44,7 @@ from rekindle.cli.options import (
 from rekindle.cli.output import new_console, print_written, working, write_json
 from rekindle.cli.work import Profiled, Trained, profiled, trained
 from rekindle.core.serial import load_plan, save_plan, save_profile
-from rekindle.errors import InfeasibleBudget, PlanError, RekindleError
+from rekindle.errors import InfeasibleBudget, PlanError, RekindleError, ReportError
 from rekindle.plan.curve import trade_offs
 from rekindle.plan.named import find_planner
 from rekindle.report import (
@@ -121,7 +121,7 @@ def demo(
     specs = [spec for spec in models.available() if spec.name in DEMO_MODELS]
     pages: dict[str, str] = {}
     if can_write_pages():
-        Path(out).mkdir(exist_ok=True)  # what fails, fails before the work
+        _make_folder(out)  # before the work, not after
         pages = {spec.name: str(Path(out) / f"{spec.name}.html") for spec in specs}
     rows: list[dict[str, Any]] = []
     for spec in specs:
@@ -137,6 +137,14 @@ def demo(
     print_written(console, *pages.values())
     write_json(json, {"steps": steps, "equal": all(r["equal"] for r in rows), "models": rows})
     _exit_unless_held(rows)
+
+
+def _make_folder(path: str) -> None:
+    try:
+        Path(path).mkdir(exist_ok=True)
+    except OSError as error:
+        problem = f"{path} cannot be made ({error.strerror})"
+        raise ReportError(f"{problem}: name another folder with --out.") from error
 
 
 @app.command("run")

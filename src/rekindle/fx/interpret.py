@@ -38,6 +38,14 @@ def inputs(recording: Recording, batch: list[torch.Tensor]) -> dict[fx.Node, tor
     return made
 
 
+def resident_bytes(recording: Recording, batch: list[torch.Tensor], device: torch.device) -> int:
+    """The bytes on a device of all that enters the step and exists by now."""
+    tensors = [entry.tensor for entry in recording.tape.entries if _is_real(entry.tensor)]
+    tensors += [*(slot.get() for slot in recording.around.slots), *batch]
+    storages = {t.untyped_storage().data_ptr(): t for t in tensors if t.device.type == device.type}
+    return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
+
+
 def make_up(recording: Recording, node: fx.Node) -> torch.Tensor:
     """A tensor of a node's form: random numbers, or zeros where an index may be meant."""
     meta = recording.tape.metas[node]

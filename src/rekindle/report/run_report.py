@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -11,12 +11,14 @@ from rich.text import Text
 
 from rekindle.core.comparison import Comparison
 from rekindle.report.data import comparison_data
-from rekindle.report.pieces import indented, new_table
+from rekindle.report.pieces import Fitted, indented, new_table
 from rekindle.report.plan_data import plan_data
 from rekindle.report.plan_summary import PlanSummary
 from rekindle.report.terminal import budget_verdict, graph_summary, verdict
 from rekindle.report.words import percent
 from rekindle.units import format_bytes, format_us
+
+_ROOM_FOR_SHARES = 52  # columns
 
 
 def run_summary(title: str, comparison: Comparison, summary: PlanSummary) -> RenderableType:
@@ -24,7 +26,7 @@ def run_summary(title: str, comparison: Comparison, summary: PlanSummary) -> Ren
     return Group(
         Text(title, style="bold"),
         indented(graph_summary(comparison.graph)),  # brings an empty line above and below
-        indented(_measured_table(comparison, summary)),
+        indented(Fitted(lambda width: _measured_table(comparison, summary, width))),
         indented(_findings(comparison, summary)),
         "",
     )
@@ -61,22 +63,23 @@ def _found(comparison: Comparison, second: str) -> dict[str, Any]:
     return {"steps": comparison.steps, "measured": measured, **data}
 
 
-def _measured_table(comparison: Comparison, summary: PlanSummary) -> Table:
+def _measured_table(comparison: Comparison, summary: PlanSummary, width: int) -> Table:
+    peaks = (comparison.plain_peak_bytes, comparison.captured_peak_bytes)
+    times = (comparison.plain_us, comparison.captured_us)
+    rows: tuple[tuple[str, tuple[float, float], Callable[[Any], str]], ...] = (
+        ("peak, measured", peaks, format_bytes),
+        ("peak, forecast", (summary.plain.peak.nbytes, summary.peak.nbytes), format_bytes),
+        ("step, measured", times, format_us),
+        ("step, forecast", (summary.plain.step_us, summary.step_us), format_us),
+    )
+    shown = ("plain", "planned", "of plain")[: 3 if width >= _ROOM_FOR_SHARES else 2]
     table = new_table()
-    for name in ("", "plain", "planned", "of plain"):
-        table.add_column(name, justify="right" if name else "left", no_wrap=True)
-    for label, plain_bytes, planned_bytes in (
-        ("peak, measured", comparison.plain_peak_bytes, comparison.captured_peak_bytes),
-        ("peak, forecast", summary.plain.peak.nbytes, summary.peak.nbytes),
-    ):
-        share = percent(planned_bytes / max(plain_bytes, 1))
-        table.add_row(label, format_bytes(plain_bytes), format_bytes(planned_bytes), share)
-    for label, plain_us, planned_us in (
-        ("step, measured", comparison.plain_us, comparison.captured_us),
-        ("step, forecast", summary.plain.step_us, summary.step_us),
-    ):
-        share = percent(planned_us / max(plain_us, 1e-9))
-        table.add_row(label, format_us(plain_us), format_us(planned_us), share)
+    table.add_column(no_wrap=True)
+    for name in shown:
+        table.add_column(name, justify="right", no_wrap=True)
+    for label, (plain, planned), write in rows:
+        cells = (write(plain), write(planned), percent(planned / (plain or 1.0)))
+        table.add_row(label, *cells[: len(shown)])
     return table
 
 
@@ -85,7 +88,7 @@ def _findings(comparison: Comparison, summary: PlanSummary) -> Table:
     grid.add_row(*verdict(comparison))
     grid.add_row(*budget_verdict(comparison))
     grid.add_row("plan", _plan_in_short(summary))
-    grid.add_row("ready", f"in {format_us(comparison.capture_us)}, once, before the first step")
+    grid.add_row("setup", f"{format_us(comparison.capture_us)}, once, before the first step")
     return grid
 
 
@@ -93,8 +96,9 @@ def _plan_in_short(summary: PlanSummary) -> str:
     dropped = summary.dropped
     if not dropped.dropped:
         return f"{summary.planner} drops nothing"
-    again = f"{summary.recomputed_ops:,} op{'s' * (summary.recomputed_ops != 1)}"
+    again = summary.recomputed_ops
+    ops = "1 op runs" if again == 1 else f"{again:,} ops run"
     return (
         f"{summary.planner} drops {dropped.dropped:,} of {dropped.count:,} activations, "
-        f"{format_bytes(dropped.freed_bytes)} in all; {again} run again"
+        f"{format_bytes(dropped.freed_bytes)} in all; {ops} again"
     )

@@ -1,0 +1,281 @@
+"""On a GPU: a step that runs from CUDA graphs gives the plain step's bits, and keeps its budget."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import rekindle
+from rekindle import models
+from rekindle.fx.compare import compare
+from rekindle.fx.cudagraph import CudaRecorder, Graphed
+from rekindle.plan.lower import choices
+from rekindle.plan.problem import problem_of
+from rekindle.plan.result import finish
+
+Parts = tuple[Callable[..., Any], nn.Module, torch.optim.Optimizer, Any]
+
+
+@pytest.fixture(autouse=True)
+def _deterministic(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    gc.collect()
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> torch.Tensor:
+    loss = model(batch).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+class Noisy(nn.Module):
+    """Draws from the default generator and from one of its own, between other work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+        self.norm = nn.BatchNorm1d(32)
+        self.generator = torch.Generator("cuda").manual_seed(5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            noise = torch.rand(x.shape, device=x.device, generator=self.generator)
+            x = F.dropout(torch.tanh(layer(x) * noise), 0.3)
+            x = self.norm(x) * torch.rand_like(x)
+        return x
+
+
+class Watched:
+    """Like `optimize`, and remembers what it made."""
+
+    def __init__(self, **how: Any) -> None:
+        self.how = {"engine": "cudagraph", **how}
+        self.step: rekindle.TrainStep | None = None
+
+    def __call__(self, *parts: Any) -> rekindle.TrainStep:
+        self.step = rekindle.optimize(*parts, **self.how)
+        return self.step
+
+    @property
+    def engine(self) -> Graphed:
+        assert self.step is not None
+        found = self.step.captured._first.engine
+        assert isinstance(found, Graphed)
+        return found
+
+    def check_graphs(self) -> None:
+        """It did run from graphs."""
+        assert self.engine.reason == ""
+        assert self.engine._capture is not None
+        assert self.engine._capture.parts
+
+
+class DropAll(Watched):
+    """Like `optimize`, with everything dropped that may be, whatever the budget."""
+
+    def __call__(self, *parts: Any) -> rekindle.TrainStep:
+        captured = rekindle.capture(*parts)
+        profile = rekindle.profile(captured, device="H200")
+        problem = problem_of(captured.graph, profile)
+        chosen = replace(choices(problem, ()), hold_from=[problem.n_ops] * problem.n_cells)
+        plan = finish(problem, chosen, planner="test", budget_bytes=10**12)
+        self.how["plan"] = plan
+        return super().__call__(*parts)
+
+
+def noisy() -> Parts:
+    model = Noisy().cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    return train_step, model, optimizer, torch.randn(64, 32, device="cuda")
+
+
+def test_copies_in_a_graph_draw_what_was_drawn() -> None:
+    watched = DropAll()
+    assert compare(noisy, watched, steps=6).differences == ()
+    watched.check_graphs()
+    assert watched.engine._random._run_of  # something random was computed again, in a graph
+
+
+def test_a_new_seed_between_steps_is_followed() -> None:
+    def run(step: Any, batch: Any) -> list[Any]:
+        losses = []
+        for index in range(6):
+            if index in (2, 4):
+                torch.manual_seed(100 + index)
+            losses.append(step(batch))
+        return losses
+
+    ends = []
+    for way in ("plain", "graph"):
+        torch.manual_seed(0)
+        function, model, optimizer, batch = noisy()
+        step: Any = partial(function, model, optimizer)
+        if way == "graph":
+            step = DropAll()(function, model, optimizer, batch)
+        ends.append([loss.detach().clone() for loss in run(step, batch)])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+CASES = [("resnet18", 32, "60%"), ("bert-base", 8, "80%"), ("vit", 16, "60%"), ("gpt2", 2, "80%")]
+
+
+@pytest.mark.filterwarnings("ignore:.*deterministic.*")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("name", "batch", "budget"), CASES)
+def test_the_zoo(name: str, batch: int, budget: str, precision: str) -> None:
+    def make() -> Parts:
+        gc.collect()
+        work = models.build(name, batch=batch, precision=precision, device="cuda")
+        return work.train_step, work.model, work.optimizer, work.batch
+
+    watched = Watched(budget=budget)
+    found = compare(make, watched, steps=5)
+    assert found.differences == ()
+    watched.check_graphs()
+    assert found.budget_bytes is not None
+    assert watched.engine.peak_bytes <= found.budget_bytes
+
+
+def scheduled(**options: Any) -> Callable[[], Parts]:
+    """A step whose learning rate is halved after every step, by hand."""
+
+    def make() -> Parts:
+        model = Noisy().cuda()
+        lr = options.get("lr", 0.01)
+        lr = lr.clone() if isinstance(lr, torch.Tensor) else lr
+        kind = options.get("kind", torch.optim.AdamW)
+        rest = {k: v for k, v in options.items() if k not in ("lr", "kind")}
+        optimizer = kind(model.parameters(), lr=lr, **rest)
+
+        def after(*_: Any) -> None:
+            for group in optimizer.param_groups:
+                if isinstance(group["lr"], torch.Tensor):
+                    group["lr"].mul_(0.5)
+                else:
+                    group["lr"] *= 0.5
+
+        if options.get("kind") is None and not options.get("capturable"):
+            optimizer.register_step_post_hook(after)
+        return train_step, model, optimizer, torch.randn(64, 32, device="cuda")
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"fused": True},
+        {"foreach": True},
+        {"foreach": False},
+        {"fused": True, "lr": torch.tensor(0.01)},
+        {"kind": torch.optim.SGD, "momentum": 0.9},
+        {"kind": torch.optim.RMSprop},
+    ],
+)
+def test_optimizers_beside_the_graph_with_changing_learning_rates(options: dict[str, Any]) -> None:
+    watched = Watched()
+    assert compare(scheduled(**options), watched, steps=6).differences == ()
+    watched.check_graphs()
+    assert not watched.engine._has_optimizer
+
+
+@pytest.mark.parametrize("kind", ["tensor", "number"])
+def test_an_optimizer_in_the_graph(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A learning rate in a tensor is followed; a number that changes moves the optimizer out."""
+    ends = []
+    for way in ("plain", "graph"):
+        torch.manual_seed(0)
+        model = Noisy().cuda()
+        lr: Any = torch.tensor(0.01, device="cuda") if kind == "tensor" else 0.01
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, capturable=True)
+        batch = torch.randn(64, 32, device="cuda")
+        watched = Watched()
+        made = watched(train_step, model, optimizer, batch) if way == "graph" else None
+        torch.manual_seed(1)
+        with caplog.at_level(logging.INFO, logger="rekindle"):
+            for index in range(8):
+                if made:
+                    made(batch)
+                else:
+                    train_step(model, optimizer, batch)
+                if made and index == 3:
+                    watched.check_graphs()
+                    assert watched.engine._has_optimizer
+                if index >= 4:
+                    for group in optimizer.param_groups:
+                        if kind == "tensor":
+                            group["lr"].mul_(0.5)
+                        else:
+                            group["lr"] *= 0.5
+        ends.append([p.detach().clone() for p in model.parameters()])
+        if made:
+            watched.check_graphs()
+            assert watched.engine._has_optimizer is (kind == "tensor")
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+def test_a_batch_that_the_step_brings_to_the_gpu() -> None:
+    def from_host(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> Any:
+        return train_step(model, optimizer, batch.to("cuda"))
+
+    def make() -> Parts:
+        _, model, optimizer, batch = noisy()
+        return from_host, model, optimizer, batch.cpu()
+
+    watched = Watched()
+    assert compare(make, watched, steps=5).differences == ()
+    watched.check_graphs()
+    assert [part.is_graph for part in watched.engine._parts] == [False, True, False]
+
+
+def test_losses_are_safe_to_keep_and_batches_may_change() -> None:
+    function, model, optimizer, batch = noisy()
+    step = rekindle.optimize(function, model, optimizer, batch, engine="cudagraph")
+    losses = [step(torch.randn(64, 32, device="cuda")) for _ in range(6)]
+    values = [loss.item() for loss in losses]
+    assert len(set(values)) == 6
+    assert [loss.item() for loss in losses] == values
+
+
+def test_a_capture_that_fails_leaves_the_generator_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    capture = CudaRecorder.capture
+
+    def spoilt(self: Any, run: Any, generators: Any) -> Any:
+        def and_wait() -> Any:
+            found = run()
+            torch.ones(1, device="cuda").item()  # not permitted in a capture
+            return found
+
+        return capture(self, and_wait, generators)
+
+    monkeypatch.setattr(CudaRecorder, "capture", spoilt)
+    watched = Watched()
+    assert compare(noisy, watched, steps=5).differences == ()
+    assert "cannot be captured" in watched.engine.reason
+
+
+def test_reserved_memory_stays_close_to_the_peak() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+    work = models.build("bert-base", batch=16, precision="bf16", device="cuda")
+    parts = (work.train_step, work.model, work.optimizer, work.batch)
+    watched = Watched(budget="70%")
+    step = watched(*parts)
+    for _ in range(4):
+        step(work.batch)
+    watched.check_graphs()
+    assert torch.cuda.memory_reserved() <= 1.08 * watched.engine.peak_bytes
