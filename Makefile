@@ -50,7 +50,7 @@ bench: setup
 	$(PY) benchmarks/replay.py
 
 clean:
-	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf build dist rekindle-demo .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/.stamp: requirements.txt pyproject.toml

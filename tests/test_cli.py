@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -24,18 +25,26 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     return int(caught.value.code or 0), out, err
 
 
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands write into a folder of their own, and keep no profiles of the user's."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
 @pytest.fixture
 def small_demo(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A demo of one model that needs nothing but torch."""
+    """A demo of one model that needs nothing but torch, and has nothing to drop."""
     monkeypatch.setattr(cli, "DEMO_MODELS", ("mlp",))
+    monkeypatch.setattr(cli, "DEMO_BUDGET", "100%")
 
 
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, "--version") == (0, f"rekindle {rekindle.__version__}\n", "")
     code, out, err = run(capsys, "--help")
     assert (code, err) == (0, "")
-    assert "models" in out
-    assert "demo" in out
+    for command in ("models", "demo", "profile", "plan", "run"):
+        assert f" {command} " in out
     assert run(capsys)[0] == 2
 
 
@@ -62,31 +71,47 @@ def test_models_as_json_alone_on_standard_output(capsys: pytest.CaptureFixture[s
 
 
 def test_demo(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
     path = tmp_path / "demo.json"
     code, out, err = run(capsys, "demo", "--steps", "2", "--json", str(path))
     assert (code, err) == (0, "")
-    assert out.count("equal  after 2 steps, bit for bit: 2 losses") == 2
-    assert out.rstrip().endswith("The same, bit for bit: resnet-tiny, bert-tiny.")
+    assert out.count("equal   after 2 steps, bit for bit: 2 losses") == 2
+    assert out.count("within  the budget of ") == 2
+    *_, conclusion, written = out.splitlines()
+    assert conclusion == "The same, bit for bit, and within the budget: resnet-tiny, bert-tiny."
+    pages = [Path("rekindle-demo") / f"{name}.html" for name in ("resnet-tiny", "bert-tiny")]
+    assert written == f"Written: {pages[0]}, {pages[1]}"
+    for page in pages:
+        assert f"<title>{page.stem}, batch " in page.read_text(encoding="utf-8")
     assert max(map(len, out.splitlines())) <= 80
 
     data = json.loads(path.read_text())
     assert (data["schema"], data["steps"], data["equal"]) == (1, 2, True)
     assert [row["model"] for row in data["models"]] == ["resnet-tiny", "bert-tiny"]
     for row in data["models"]:
-        assert row["equal"] is True
+        plain, planned = row["measured"]["plain"], row["measured"]["planned"]
+        assert row["equal"] is row["is_within_budget"] is True
         assert row["differences"] == []
         assert row["compared"]["generator"] == 1
-        assert len(row["plain"]["samples_us"]) == len(row["captured"]["samples_us"]) == 2
-        assert min(row["capture_us"], row["plain"]["step_us"], row["captured"]["step_us"]) > 0
+        assert row["budget_bytes"] == int(row["plain"]["peak_bytes"] * 0.6)
+        assert planned["peak_bytes"] <= row["budget_bytes"] < plain["peak_bytes"]
+        assert len(plain["samples_us"]) == len(planned["samples_us"]) == 2
+        assert min(row["capture_us"], plain["step_us"], planned["step_us"]) > 0
+        assert row["dropped"]["all"]["dropped"] > 0
         assert row["graph"]["phases"]["backward"]["flops"] > 0
         assert row["graph"]["role_bytes"]["activation"] > 0
 
 
 @pytest.mark.usefixtures("small_demo")
-def test_demo_as_json_alone_on_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "demo", "--steps", "1", "--json", "-")
-    assert code == 0
+def test_demo_as_json_alone_on_standard_output(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("plotly")
+    pages = tmp_path / "pages"
+    code, out, err = run(capsys, "demo", "--steps", "1", "--out", str(pages), "--json", "-")
+    assert (code, err) == (0, "")
     assert json.loads(out)["models"][0]["model"] == "mlp"
+    assert [page.name for page in pages.iterdir()] == ["mlp.html"]
 
 
 @pytest.mark.usefixtures("small_demo")
@@ -95,10 +120,10 @@ def test_demo_fails_if_one_parameter_differs(
 ) -> None:
     optimize = rekindle.optimize
 
-    def spoilt(train_step: Any, model: torch.nn.Module, optimizer: Any, batch: Any) -> Any:
+    def spoilt(step: Any, model: torch.nn.Module, *others: Any, **options: Any) -> Any:
         weight = model.get_parameter("8.bias")
         weight.data[0] = torch.nextafter(weight.data[0], torch.tensor(9.0))
-        return optimize(train_step, model, optimizer, batch)
+        return optimize(step, model, *others, **options)
 
     monkeypatch.setattr(rekindle, "optimize", spoilt)
     path = tmp_path / "demo.json"
@@ -111,6 +136,54 @@ def test_demo_fails_if_one_parameter_differs(
     assert "parameter 8.bias" in data["models"][0]["differences"]
 
 
+@pytest.mark.usefixtures("small_demo")
+def test_demo_without_plotly_trains_all_the_same_and_says_what_is_missing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    code, out, err = run(capsys, "demo", "--steps", "1")
+    assert (code, err) == (0, "")
+    assert out.endswith('No pages: they need plotly (pip install "rekindle[report]").\n')
+    assert not Path("rekindle-demo").exists()
+
+
+def refuse_to_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a model was built")
+
+    monkeypatch.setattr(models, "load", fail)
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_before_the_training(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_to_train(monkeypatch)
+    monkeypatch.setattr(os, "access", lambda *args: False)  # root may write anywhere
+    expected = (
+        "rekindle: Invalid value for '--out': rekindle-demo cannot be written to: "
+        "name another folder. See rekindle --help.\n"
+    )
+    assert run(capsys, "demo") == (2, "", expected)
+    Path("rekindle-demo").mkdir()
+    assert run(capsys, "demo") == (2, "", expected)
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_the_training(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("plotly")
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise OSError(30, "Read-only file system")
+
+    refuse_to_train(monkeypatch)
+    monkeypatch.setattr(Path, "mkdir", fail)
+    expected = (
+        "rekindle: there cannot be made (Read-only file system): name another folder with --out.\n"
+    )
+    assert run(capsys, "demo", "--out", "there") == (2, "", expected)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -120,6 +193,9 @@ def test_demo_fails_if_one_parameter_differs(
         (["models", "extra"], "extra"),
         (["demo", "--json", "no/such/folder/x.json"], "no folder no/such/folder"),
         (["models", "--json", "."], ". is a folder"),
+        (["demo", "--out", "no/such/folder"], "no folder no/such to make folder in"),
+        (["demo", "--out", __file__], "is no folder"),
+        (["demo", "--out", "-"], "only --json can go to standard output"),
     ],
 )
 def test_wrong_usage_is_told_in_one_line(
@@ -151,7 +227,7 @@ def test_an_error_of_ours_is_told_without_a_traceback(
     def fail(*args: Any, **kwargs: Any) -> None:
         raise error
 
-    monkeypatch.setattr(models, "build", fail)
+    monkeypatch.setattr(models, "load", fail)
     assert run(capsys, "demo") == (2, "", expected)
 
 
@@ -162,7 +238,7 @@ def test_as_a_process_of_its_own() -> None:
         command,
         capture_output=True,
         text=True,
-        env={"PYTHONPATH": str(Path(cli.__file__).parents[1]), "PATH": ""},
+        env={"PYTHONPATH": str(Path(cli.__file__).parents[2]), "PATH": ""},
         check=False,
     )
     assert (done.returncode, done.stdout) == (2, "")

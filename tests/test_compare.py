@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +15,11 @@ import rekindle
 from rekindle.fx.compare import Parts, compare, differences, state_of
 
 BATCH = torch.linspace(0, 1, 12).reshape(3, 4)
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> torch.Tensor:
@@ -43,6 +51,26 @@ def test_a_training_equals_itself_and_leaves_the_generator_alone() -> None:
     assert found.graph.ops
     assert len(stages) == 5
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_without_a_budget_there_is_none_to_keep() -> None:
+    found = compare(make, rekindle.optimize, steps=1)
+    assert (found.budget_bytes, found.profile, found.plan) == (None, None, None)
+    assert found.is_within_budget
+    assert min(found.plain_peak_bytes, found.captured_peak_bytes) > 0
+
+
+def test_within_a_budget_peak_profile_and_plan_are_there() -> None:
+    within = partial(rekindle.optimize, budget="100%", planner="none")
+    found = compare(make, within, steps=2)
+    assert found.equal
+    assert found.profile is not None
+    assert found.plan is not None
+    assert found.budget_bytes == rekindle.simulate(found.graph, found.profile).peak_bytes
+    assert found.captured_peak_bytes <= found.budget_bytes
+    assert found.is_within_budget
+    over = dataclasses.replace(found, captured_peak_bytes=found.budget_bytes + 1)
+    assert not over.is_within_budget
 
 
 def spoil_parameter(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -39,7 +39,7 @@ def measured_profile(
     progress: Callable[[str], None] = lambda text: None,
 ) -> Profile:
     """A measured profile, from the cache where it is there."""
-    name, versions = measure.device_name(device), measure.versions()
+    name, versions = measure.device_name(device), measure.versions(device)
     kept = profile_cache.load(graph, name, versions) if cache and runs <= 3 else None
     if kept is not None:
         return _as_of_now(kept, recording, batch or [], device)

@@ -7,7 +7,8 @@ RekindleError
 ├ ProfileError
 ├ PlanError
 │ ├ InfeasibleBudget  least_peak_bytes
-│ └ InvalidSchedule   the op and the rule it breaks
+│ ├ InvalidSchedule   the op and the rule it breaks
+│ └ InvalidLayout     the op, and what overlaps there
 ├ RewriteError
 └ ReportError         a report that cannot be made: a package it needs is missing
 
@@ -90,3 +91,17 @@ class InvalidSchedule(PlanError):
         super().__init__(f"{subject}: {rule}")
         self.subject = subject
         self.rule = rule
+
+
+class InvalidLayout(PlanError):
+    """Two storages that are there at the same time have memory in common, or one has none.
+
+    >>> raise InvalidLayout("relu", "its result lies over conv1, which is read later")
+    Traceback (most recent call last):
+    rekindle.errors.InvalidLayout: relu: its result lies over conv1, which is read later
+    """
+
+    def __init__(self, op: str, problem: str) -> None:
+        super().__init__(f"{op}: {problem}")
+        self.op = op
+        self.problem = problem

@@ -95,7 +95,7 @@ def test_each_version_has_its_own(
     counted: list[StepGraph], home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rekindle.profile(captured(), runs=1)
-    monkeypatch.setattr(measure, "versions", lambda: {"python": "3", "torch": "99.9"})
+    monkeypatch.setattr(measure, "versions", lambda device: {"python": "3", "torch": "99.9"})
     rekindle.profile(captured(), runs=1)
     rekindle.profile(captured(), runs=1)
     assert len(counted) == len(kept(home)) == 2

@@ -10,7 +10,7 @@ from report.printed import text
 from rekindle.core.comparison import Comparison
 from rekindle.core.ir import Op, Phase, Role, StepGraph, Storage, Value
 from rekindle.report.data import comparison_data, graph_data
-from rekindle.report.terminal import comparison_summary, conclusion, graph_summary, model_table
+from rekindle.report.terminal import comparison_summary, graph_summary, model_table
 
 GRAPH = StepGraph(
     ops=(
@@ -35,7 +35,9 @@ EQUAL = Comparison(
     graph=GRAPH,
     capture_us=1_500_000.0,
     plain_samples_us=(90_000.0, 2_000.0, 3_000.0, 1_000.0),
-    captured_samples_us=(80_000.0, 1_500.0, 1_500.0, 1_500.0),
+    captured_samples_us=(80_000.0, 1_500.0, 1_500.0, 1_600.0),
+    plain_peak_bytes=5 << 20,
+    captured_peak_bytes=3 << 20,
     compared={"result": 4, "parameter": 1, "optimizer": 2, "generator": 1},
     differences=(),
 )
@@ -77,13 +79,14 @@ def test_graph_summary(width: int, expected: str) -> None:
     assert text(graph_summary(GRAPH), width) == expected.strip("\n")
 
 
-def test_an_equal_comparison_says_what_was_compared_and_leaves_the_first_step_out() -> None:
+def test_an_equal_comparison_says_what_was_compared_and_times_neither_first_nor_last_step() -> None:
     shown = text(comparison_summary("tiny", EQUAL))
     assert shown.splitlines()[0] == "tiny"
     assert shown.endswith(
         "  equal  after 4 steps, bit for bit: 4 losses, 1 parameter, 2 optimizer state\n"
         "         tensors, 1 random state\n"
-        "  time   captured in 1.50 s; a step takes 2.00 ms plain, 1.50 ms captured"
+        "  peak   5.00 MiB plain, 3.00 MiB captured\n"
+        "  time   captured in 1.50 s; a step takes 2.50 ms plain, 1.50 ms captured"
     )
 
 
@@ -95,15 +98,29 @@ def test_a_comparison_that_differs_names_the_first_few() -> None:
     assert "bit for bit" not in shown
 
 
+def test_a_name_with_brackets_is_shown_as_it_is() -> None:
+    odd = dataclasses.replace(EQUAL, differences=("parameter [bold]a.weight",))
+    assert "parameter [bold]a.weight" in text(comparison_summary("tiny", odd))
+
+
+@pytest.mark.parametrize(
+    ("budget_bytes", "expected"),
+    [
+        (4 << 20, "within  the budget of 4.00 MiB, the peak 1.00 MiB below it"),
+        (3 << 20, "within  the budget of 3.00 MiB, the peak exactly at it"),
+        (2 << 20, "over   the budget of 2.00 MiB, the peak 1.00 MiB above it"),
+    ],
+)
+def test_a_budget_stands_beside_what_was_measured(budget_bytes: int, expected: str) -> None:
+    within = dataclasses.replace(EQUAL, budget_bytes=budget_bytes)
+    assert within.is_within_budget is expected.startswith("within")
+    assert expected in text(comparison_summary("tiny", within))
+
+
 def test_a_single_step_is_its_own_median() -> None:
     once = dataclasses.replace(EQUAL, plain_samples_us=(7.0,), captured_samples_us=(9.0,))
     assert (once.steps, once.plain_us, once.captured_us) == (1, 7.0, 9.0)
     assert "after 1 step," in text(comparison_summary("tiny", once))
-
-
-def test_conclusion() -> None:
-    assert text(conclusion(["a", "b"], [])) == "The same, bit for bit: a, b."
-    assert text(conclusion(["a", "b"], ["b"])) == "Not the same: b."
 
 
 def test_model_table() -> None:
@@ -123,8 +140,10 @@ def test_the_data_has_what_the_tables_show() -> None:
     assert data["fingerprint"] == GRAPH.fingerprint
     found = comparison_data(EQUAL)
     assert found["equal"] is True
+    assert (found["budget_bytes"], found["is_within_budget"]) == (None, True)
     assert found["plain"] == {
-        "step_us": 2_000.0,
+        "peak_bytes": 5 << 20,
+        "step_us": 2_500.0,
         "samples_us": [90_000.0, 2_000.0, 3_000.0, 1_000.0],
     }
     assert found["captured"]["step_us"] == 1_500.0

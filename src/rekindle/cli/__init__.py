@@ -79,8 +79,7 @@ def entry(
 ) -> None:
     """Fit a PyTorch training step into the memory you have.
 
-    See where a step's memory and time go, plan what to drop and compute again under a budget, and
-    train within it: with the same numbers, bit for bit, and a known price in time.
+    See where memory and time go, plan what to compute again, and train: with the same numbers.
     """
     if version:
         print(f"rekindle {rekindle.__version__}")
@@ -162,7 +161,9 @@ def run_model(
 ) -> None:
     """Train a model plainly and within a budget, and compare every bit, the peak and the time.
 
-    Without a budget the step is captured and replayed as it is, and compared all the same.
+    Without a budget, the step is captured and replayed as it is, and compared all the same.
+
+    On a GPU, torch uses deterministic algorithms: two plain trainings need not agree otherwise.
     """
     _check_run_options(budget, planner, plan_file, html_path)
     how = {"batch": batch, "precision": precision, "device": device}
@@ -172,7 +173,8 @@ def run_model(
     with working(model, json) as tell:
         found = trained(model, how, steps=steps, tell=tell, **within)
         tell("writing")
-        shown = _shown_run(found, f"on {found.device}", html_path)
+        mode = ", deterministic" if found.is_deterministic else ""
+        shown = _shown_run(found, f"on {found.device}{mode}", html_path)
     console = new_console(json)
     console.print(shown.table)
     console.print(run_report.run_conclusion([shown.data]))
@@ -202,15 +204,16 @@ def _shown_run(found: Trained, where: str, html_path: str | None) -> _Shown:
     batch = f"batch {about['batch']}, " if about["batch"] is not None else ""
     title = f"{about['model']}: {batch}{about['precision']}, {where}"
     graph, profile, plan = comparison.graph, comparison.profile, comparison.plan
+    mode = {"is_deterministic": found.is_deterministic}
     if plan is None or profile is None:
-        data = {**about, "device": found.device, **run_report.replay_data(comparison)}
+        data = {**about, "device": found.device, **mode, **run_report.replay_data(comparison)}
         return _Shown(terminal.comparison_summary(title, comparison), data)
     plain, planned = rekindle.simulate(graph, profile), rekindle.simulate(graph, profile, plan)
     summary = summarize_plan(graph, profile, plain, plan, planned, about)
     if html_path:
         plan_html.write_plan_html(Path(html_path), graph, profile, plain, planned, summary)
     table = run_report.run_summary(title, comparison, summary)
-    return _Shown(table, run_report.run_data(comparison, summary))
+    return _Shown(table, {**run_report.run_data(comparison, summary), **mode})
 
 
 def _exit_unless_held(rows: list[dict[str, Any]]) -> None:

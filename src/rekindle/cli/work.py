@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -45,6 +46,7 @@ class Trained(NamedTuple):
     comparison: Comparison
     about: dict[str, Any]
     device: str
+    is_deterministic: bool  # whether torch was told to use deterministic algorithms
 
 
 def is_named_gpu(device: str | None) -> bool:
@@ -67,6 +69,7 @@ def trained(
     _check_can_run(model, asked.get("device"))
     about: dict[str, Any] = {}
     places: set[str] = set()
+    modes: set[bool] = set()
 
     def make() -> Parts:
         random.seed(0)
@@ -74,6 +77,9 @@ def trained(
         work = models.load(model, **asked)
         about.update(model=work.name, batch=work.batch_size, precision=work.precision)
         places.update(device_name(param.device) for param in work.model.parameters())
+        if any(param.is_cuda for param in work.model.parameters()):
+            _be_deterministic()
+        modes.add(torch.are_deterministic_algorithms_enabled())
         return work.train_step, work.model, work.optimizer, work.batch
 
     def optimize(*parts: Any) -> rekindle.TrainStep:
@@ -91,9 +97,26 @@ def trained(
         costs = rekindle.profile(captured, progress=tell)
         return rekindle.optimize(*parts, plan=plan, profile=costs)
 
-    with _named(model):
+    with _named(model), _determinism_put_back():
         comparison = compare(make, optimize, steps=steps, on_stage=tell)
-    return Trained(comparison, about, ", ".join(sorted(places)) or "cpu")
+    return Trained(comparison, about, ", ".join(sorted(places)) or "cpu", all(modes))
+
+
+def _be_deterministic() -> None:
+    """On a GPU, two plain trainings need not agree otherwise; what cannot be so is warned about."""
+    if not torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+@contextmanager
+def _determinism_put_back() -> Iterator[None]:
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)
 
 
 def _check_can_run(model: str, device: str | None) -> None:

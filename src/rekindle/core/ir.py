@@ -98,6 +98,9 @@ class Op:
     Where `copy_target` is set, a recomputation runs that operator instead: it makes the first
     output alone, from what the op read and from its other outputs. (Batch norm's result follows
     from the mean and variance it has already found.)
+
+    `may_overwrite` are the inputs over which the operator could write its result, as far as it and
+    their forms are concerned: whether somebody still needs them is another question.
     """
 
     index: int
@@ -112,6 +115,7 @@ class Op:
     flops: int = 0
     source: Source = Source("", "", 0)
     copy_target: str = ""
+    may_overwrite: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity, or by fingerprint
@@ -129,7 +133,10 @@ class StepGraph:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of the graph but for source lines, so that moving code does not change it."""
+        """A hash of the graph but for source lines, so that moving code does not change it.
+
+        `may_overwrite` follows from the rest, and is left out.
+        """
         digest = hashlib.sha256()
         for row in self._rows():
             digest.update(json.dumps(row, separators=(",", ":")).encode())

@@ -49,7 +49,9 @@ def graph_to_json(graph: StepGraph) -> dict[str, Any]:
                 int(op.is_view),
                 op.flops,
                 sources.number((op.source.module, _portable(op.source.filename), op.source.lineno)),
-                *([targets.number(op.copy_target)] if op.copy_target else []),
+                *_rest(
+                    targets.number(op.copy_target) if op.copy_target else None, op.may_overwrite
+                ),
             ]
             for op in graph.ops
         ],
@@ -77,7 +79,8 @@ def graph_from_json(data: dict[str, Any]) -> StepGraph:
                 is_view=bool(is_view),
                 flops=flops,
                 source=sources[source],
-                copy_target=targets[copy[0]] if copy else "",
+                copy_target=targets[rest[0]] if rest and rest[0] is not None else "",
+                may_overwrite=tuple(rest[1]) if len(rest) > 1 else (),
             )
             for index, (
                 name,
@@ -90,7 +93,7 @@ def graph_from_json(data: dict[str, Any]) -> StepGraph:
                 is_view,
                 flops,
                 source,
-                *copy,
+                *rest,
             ) in enumerate(data["ops"])
         ),
         values=tuple(
@@ -237,6 +240,13 @@ def load_plan(path: str | Path) -> Plan:
             f"{path} is no saved plan, or is damaged ({error}): "
             "save it anew with rekindle plan MODEL --budget B --save FILE."
         ) from error
+
+
+def _rest(copy_target: int | None, may_overwrite: tuple[int, ...]) -> list[Any]:
+    """What most ops do not have, at the end of their rows."""
+    if may_overwrite:
+        return [copy_target, list(may_overwrite)]
+    return [] if copy_target is None else [copy_target]
 
 
 def _numbers(schedule: Schedule) -> list[int]:

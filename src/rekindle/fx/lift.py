@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterable
 
@@ -108,7 +109,35 @@ class _Lift:
                 flops=call.flops,
                 source=call.source,
                 copy_target=str(copy_op or ""),
+                may_overwrite=self._may_overwrite(call),
             )
+        )
+
+    def _may_overwrite(self, call: Call) -> tuple[int, ...]:
+        """The inputs of the result's form, each a whole storage, if the operator can use one."""
+        target = call.node.target
+        if not isinstance(target, OpOverload) or len(call.results) != 1 or call.writes:
+            return ()
+        metas, inputs = self.tape.metas, call.node.all_input_nodes
+        if ops.overwriting(target) is None:
+            if ops.in_place(target) is None:
+                return ()
+            inputs = [node for node in inputs if node is call.node.args[0]]
+        result = metas[call.results[0]]
+        storages = [metas[node].storage for node in call.node.all_input_nodes]
+        return tuple(
+            self.value_of[node]
+            for node in inputs
+            if metas[node]._replace(storage=result.storage) == result
+            and metas[node].storage != result.storage
+            and storages.count(metas[node].storage) == 1
+            and self._fills_its_storage(node)
+        )
+
+    def _fills_its_storage(self, node: fx.Node) -> bool:
+        meta = self.tape.metas[node]
+        return (
+            math.prod(meta.shape) * meta.dtype.itemsize == self.tape.storages[meta.storage].nbytes
         )
 
     def _add_opaque_optimizer(self, call: OptimizerCall) -> None:

@@ -38,11 +38,13 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
-def versions() -> dict[str, str]:
-    """What a measurement depends on beside the graph and the device."""
+def versions(device: torch.device) -> dict[str, str]:
+    """What a measurement depends on beside the graph and the device's name."""
     found = {"python": platform.python_version(), "torch": torch.__version__}
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
+    if device.type == "cpu":
+        found["threads"] = str(torch.get_num_threads())
     return found
 
 
@@ -62,7 +64,7 @@ def measure_profile(
             'ask for an analytic profile of a named device instead, as in device="H200".'
         )
     meter: Meter = CudaMeter(device) if device.type == "cuda" else CpuMeter()
-    session = _Session(recording, graph, meter, runs, progress)
+    session = _Session(recording, graph, meter, device, runs, progress)
     try:
         return session.in_order(batch, device_name(device))
     except torch.OutOfMemoryError:
@@ -85,10 +87,12 @@ class _Session:
         recording: Recording,
         graph: StepGraph,
         meter: Meter,
+        device: torch.device,
         runs: int,
         progress: Progress,
     ) -> None:
         self.recording = recording
+        self.device = device
         self.graph = graph
         self.meter = meter
         self.runs = runs
@@ -257,5 +261,5 @@ class _Session:
             to_host_bytes_per_us=to_host,
             to_device_bytes_per_us=to_device,
             method=method,
-            versions=versions(),
+            versions=versions(self.device),
         )

@@ -137,6 +137,52 @@ def out_of_place(op: OpOverload) -> OpOverload | None:
 
 
 @cache
+def overwriting(op: OpOverload) -> OpOverload | None:
+    """The operator that does the same but writes its result into a tensor it is given, `out`.
+
+    For element-wise operators alone, whose kernels read an element before they write it, so that
+    `out` may be one of the inputs. None where that variant is not a kernel of its own.
+
+    >>> overwriting(torch.ops.aten.threshold_backward.default)
+    <OpOverload(op='aten.threshold_backward', overload='grad_input')>
+    >>> overwriting(torch.ops.aten.mm.default) is None
+    True
+    """
+    if torch.Tag.pointwise not in op.tags or is_in_place(op) or len(op._schema.returns) != 1:
+        return None
+    wanted = [(a.name, str(a.type)) for a in op._schema.arguments]
+    packet = op._overloadpacket
+    for other in (getattr(packet, name) for name in packet.overloads()):
+        *same, out = [(a.name, str(a.type)) for a in other._schema.arguments] or [("", "")]
+        writes = [a for a in other._schema.arguments if a.alias_info and a.alias_info.is_write]
+        if same == wanted and len(writes) == 1 and writes[0].name == out[0]:
+            has_kernel = other.has_kernel_for_dispatch_key
+            keys = torch._C.DispatchKey
+            is_own = has_kernel(keys.CUDA) and not has_kernel(keys.CompositeExplicitAutograd)
+            return other if is_own else None
+    return None
+
+
+@cache
+def in_place(op: OpOverload) -> OpOverload | None:
+    """The operator that writes an element-wise one's result over its first argument, if any.
+
+    >>> in_place(torch.ops.aten.relu.default)
+    <OpOverload(op='aten.relu_', overload='default')>
+    """
+    if torch.Tag.pointwise not in op.tags or is_in_place(op):
+        return None
+    packet = getattr(torch.ops.aten, f"{op._schema.name.partition('::')[2]}_", None)
+    if packet is None or op.namespace != "aten":
+        return None
+    wanted = [(a.name, str(a.type)) for a in op._schema.arguments]
+    for other in (getattr(packet, name) for name in packet.overloads()):
+        if [(a.name, str(a.type)) for a in other._schema.arguments] == wanted:
+            return other
+    return None
+
+
+@cache
 def is_composite(op: OpOverload) -> bool:
     """Whether the operator is written in terms of others, which are what should be recorded.
 

@@ -14,7 +14,8 @@ import torch
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep  # not torchvision
 _REKINDLE_LAYERS = tuple(
-    str(Path(__file__).parents[1] / part) for part in ("fx", "api.py", "cli.py")
+    str(Path(__file__).parents[1] / part)
+    for part in ("fx", "api.py", "arrange.py", "train.py", f"cli{os.sep}")
 )
 _MACHINERY = (_TORCH, *_REKINDLE_LAYERS, "<")  # "<" starts names of generated code
 _LIBRARIES = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))

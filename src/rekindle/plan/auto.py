@@ -33,9 +33,11 @@ _TIGHTENINGS = 4  # how often the chain is asked again for less where it went ov
 _LOWERINGS = (0.03, 0.01, 0.003)  # by how much a still lower peak is asked for
 _MOST_OPS_FOR_ALL = 4000  # of a larger step, the others are asked only where nothing fits
 _MOST_FOR_ILP = 130  # decisions of the integer program: up to here it is solved at once
-_MOST_FOR_A_TRY = 1000  # and up to here it is tried where the others stay far from the bound
+_MOST_FOR_A_TRY = (
+    ilp.MOST_DECISIONS
+)  # and up to here it is tried where the others stay far from the bound
 _MOST_DROPPABLE_FOR_A_TRY = 120  # with more activations, there are more decisions than that
-_TRY_NODES = 1000  # of the search tree
+_TRY_NODES = 300  # of the search tree
 
 
 def plan_auto(graph: StepGraph, profile: Profile, budget_bytes: int) -> Plan:

@@ -40,7 +40,7 @@ from rekindle.plan.problem import Problem, problem_of
 from rekindle.plan.program import Program
 from rekindle.plan.result import write_up
 
-MOST_DECISIONS = 1_000
+MOST_DECISIONS = 500
 
 
 def plan_ilp(graph: StepGraph, profile: Profile, budget_bytes: int) -> Plan:

@@ -17,6 +17,7 @@ Terms = Iterable[tuple[int, float]]  # pairs of a variable and its factor
 # is an absolute one, of a millionth.
 MOST_UNITS = 2**20
 MOST_SECONDS = 600.0
+MOST_SECONDS_OF_A_TRY = 5.0  # where a limit of nodes is given, too
 
 
 class Program:
@@ -127,7 +128,8 @@ class Program:
         high[n_own:] = np.inf
         integrality = np.zeros(n)
         integrality[:n_own] = self._is_whole
-        options = {"mip_rel_gap": 0.0, "time_limit": MOST_SECONDS}
+        seconds = MOST_SECONDS if nodes is None else MOST_SECONDS_OF_A_TRY
+        options = {"mip_rel_gap": 0.0, "time_limit": seconds}
         if nodes is not None:
             options["node_limit"] = nodes
         result = milp(
@@ -141,7 +143,7 @@ class Program:
             return None
         if result.status == 1:
             raise PlanError(
-                f"the integer program was not solved within {MOST_SECONDS:.0f} s: the step is too "
+                f"the integer program was not solved within {seconds:.0f} s: the step is too "
                 "large for the planner ilp. Use the planner auto."
             )
         if result.status != 0:
