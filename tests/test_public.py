@@ -16,7 +16,9 @@ NAMES = [
     "CapturedStep",
     "Device",
     "InfeasibleBudget",
+    "InvalidLayout",
     "InvalidSchedule",
+    "Layout",
     "ModelError",
     "Plan",
     "PlanError",
@@ -26,6 +28,7 @@ NAMES = [
     "TrainStep",
     "add_device",
     "capture",
+    "layout",
     "load_plan",
     "optimize",
     "plan",
@@ -56,6 +59,7 @@ SIGNATURES = {
         "(graph: StepGraph, profile: Profile, *, budget: str | int, planner: str = auto) -> Plan"
     ),
     "simulate": "(graph: StepGraph, profile: Profile, plan: Plan | None = None) -> Trace",
+    "layout": "(graph: StepGraph, plan: Plan | None = None) -> Layout",
     "add_device": "(device: Device) -> None",
     "load_plan": "(path: str | Path) -> Plan",
     "save_plan": "(path: str | Path, plan: Plan) -> None",
@@ -84,7 +88,7 @@ def test_every_error_is_a_rekindle_error() -> None:
     for name in NAMES:
         if name.endswith("Error"):
             assert issubclass(getattr(rekindle, name), rekindle.RekindleError)
-    for name in ("InfeasibleBudget", "InvalidSchedule"):
+    for name in ("InfeasibleBudget", "InvalidLayout", "InvalidSchedule"):
         assert issubclass(getattr(rekindle, name), rekindle.PlanError)
 
 

@@ -1,12 +1,14 @@
 """Rekindle fits a PyTorch training step into the memory you have."""
 
-from rekindle.api import capture, optimize, plan, profile, simulate, verify
+from rekindle.api import capture, layout, optimize, plan, profile, simulate, verify
 from rekindle.core.devices import Device, add_device
+from rekindle.core.layout import Layout
 from rekindle.core.schedule import Plan
 from rekindle.core.serial import load_plan, save_plan
 from rekindle.errors import (
     CaptureError,
     InfeasibleBudget,
+    InvalidLayout,
     InvalidSchedule,
     ModelError,
     PlanError,
@@ -24,7 +26,9 @@ __all__ = [
     "CapturedStep",
     "Device",
     "InfeasibleBudget",
+    "InvalidLayout",
     "InvalidSchedule",
+    "Layout",
     "ModelError",
     "Plan",
     "PlanError",
@@ -34,6 +38,7 @@ __all__ = [
     "TrainStep",
     "add_device",
     "capture",
+    "layout",
     "load_plan",
     "optimize",
     "plan",

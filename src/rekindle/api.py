@@ -16,6 +16,9 @@ from rekindle.core.comparison import Comparison
 from rekindle.core.cost import Profile
 from rekindle.core.devices import Device, find_device
 from rekindle.core.ir import StepGraph
+from rekindle.core.layout import Layout
+from rekindle.core.layout import layout as lay_out
+from rekindle.core.layout_check import check_layout
 from rekindle.core.roofline import analytic_profile
 from rekindle.core.schedule import Plan
 from rekindle.core.simulate import Trace
@@ -241,3 +244,22 @@ def simulate(graph: StepGraph, profile: Profile, plan: Plan | None = None) -> Tr
     True
     """
     return simulate_step(graph, profile, plan)
+
+
+def layout(graph: StepGraph, plan: Plan | None = None) -> Layout:
+    """A static address for everything a step makes, plain or as planned, in one arena.
+
+    >>> model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> def train_step(model, optimizer, batch):
+    ...     model(batch).square().mean().backward()
+    ...     optimizer.step()
+    ...     optimizer.zero_grad()
+    >>> captured = capture(train_step, model, optimizer, torch.ones(512, 64))
+    >>> found = layout(captured.graph)
+    >>> found.arena_bytes <= 1.02 * found.lower_bound_bytes
+    True
+    """
+    found = lay_out(graph, plan)
+    check_layout(graph, found, plan)
+    return found

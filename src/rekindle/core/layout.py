@@ -71,7 +71,19 @@ class Layout:
 def layout(
     graph: StepGraph, plan: Plan | None = None, *, in_place: bool = True, sharing: bool = True
 ) -> Layout:
-    """Lay a step out, plain or as planned."""
+    """Lay a step out, plain or as planned.
+
+    Writing in place ties lives together, and now and then what is tied is harder to place: where
+    memory is shared, ops write in place only if that makes the arena smaller.
+    """
+    found = _laid_out(graph, plan, in_place, sharing)
+    if in_place and sharing and found.reuses:
+        apart = _laid_out(graph, plan, in_place=False, sharing=True)
+        return min(found, apart, key=lambda each: each.arena_bytes)
+    return found
+
+
+def _laid_out(graph: StepGraph, plan: Plan | None, in_place: bool, sharing: bool) -> Layout:
     walk = _Walk(graph, plan, in_place)
     start, end, nbytes, chain = walk.arrays()
     n_chains = int(chain.max(initial=-1)) + 1
