@@ -125,6 +125,7 @@ def test_results_that_differ_are_named_by_step() -> None:
         class Wrong:
             graph = captured.graph
             profile = plan = budget_bytes = None
+            graphs_peak_bytes = 0
 
             def __call__(self, batch: Any) -> Any:
                 return captured(batch) + 1

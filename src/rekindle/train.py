@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -63,19 +64,26 @@ class TrainStep:
         return simulate(self.graph, arranged.profile, arranged.plan)
 
     @property
+    def graphs_peak_bytes(self) -> int:
+        """What the step needed when it was captured in CUDA graphs; 0 where it was not."""
+        return self._captured.graphs_peak_bytes
+
+    @property
     def n_captures(self) -> int:
         """How many captures are kept: one for each batch signature and mode met so far."""
         return self._captured.n_captures
 
     def measure(self, batch: Any, steps: int = 5) -> Measurement:
-        """Run a few steps (they train!) and measure them, after one to warm up."""
+        """Run a few steps (they train!) and measure them, after two to warm up."""
         captured = self._captured
-        return measure(
+        found = measure(
             lambda: self(batch),
             device=captured.device,
             steps=steps,
+            warmup=2,  # CUDA graphs are captured in the second step
             around=lambda: captured.around(batch),
         )
+        return replace(found, peak_bytes=max(found.peak_bytes, captured.graphs_peak_bytes))
 
     def report(self, path: str | Path) -> None:
         """Write the page about this step: what it holds when, and what was decided and why.

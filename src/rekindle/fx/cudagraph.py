@@ -258,8 +258,9 @@ class Graphed:
             self._recorder.peak_bytes()
             own = {index: _like(batch[index]) for index in self._batch_read}
             capture = _Capture(pointers, self._numbers(), own)
-        for index, tensor in capture.batch.items():
-            tensor.copy_(batch[index])
+        with torch.no_grad():
+            for index, tensor in capture.batch.items():
+                tensor.copy_(batch[index])
         return capture
 
     def _from_graph(

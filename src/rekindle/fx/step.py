@@ -84,7 +84,7 @@ class Variant:
             self.arranged = arranger.arrange(recording, self.graph, batch, device, extra)
         self.engine = self._planned()
         self.guard = Guard(recording)
-        self._n_steps = 0
+        self._is_first = True
 
     @property
     def program(self) -> Program:
@@ -92,16 +92,15 @@ class Variant:
         return self.engine.program if isinstance(self.engine, Graphed) else self.engine
 
     def run(self, batch: list[torch.Tensor], state: list[torch.Tensor]) -> Any:
-        """Run one step. The first ones under a budget are watched, where that costs nothing."""
-        watched = self._n_steps < 2 and self.arranged and self._device.type == "cuda"
-        if watched and not self._n_steps:
+        """Run one step. The first one under a budget is watched, where that costs nothing."""
+        if self._is_first and self.arranged and self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
-        result = self.engine(batch, state)
-        if watched and not self._n_steps:
+            result = self.engine(batch, state)
             self._hold_to_budget(torch.cuda.max_memory_allocated(self._device))
-        elif watched:
+        else:
+            result = self.engine(batch, state)
             self._hold_graphs_to_budget()
-        self._n_steps += 1
+        self._is_first = False
         return result
 
     def _hold_graphs_to_budget(self) -> None:
@@ -193,6 +192,15 @@ class CapturedStep:
     def device(self) -> torch.device:
         """Where the model lies."""
         return next((p.device for p in self._model.parameters()), torch.device("cpu"))
+
+    @property
+    def graphs_peak_bytes(self) -> int:
+        """What the step needed when it was captured in CUDA graphs; 0 where it was not.
+
+        A replay uses the same memory, but the allocator does not count it.
+        """
+        engines = [v.engine for variants in self._variants.values() for v in variants]
+        return max((e.peak_bytes for e in engines if isinstance(e, Graphed)), default=0)
 
     @property
     def recording(self) -> Recording:
