@@ -393,3 +393,39 @@ def test_it_fits_the_terminal(
     assert code == 0
     assert max(map(len, out.splitlines())) <= columns
     assert "…" not in out
+
+
+def test_a_plain_step_that_does_not_fit_is_said_and_no_failure(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The model's function is called twice: the first training is Rekindle's."""
+    (tmp_path / "train.py").write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "from pathlib import Path\n"
+        "mark = Path(__file__).with_name('made')\n"
+        "def train_step(model, optimizer, batch):\n"
+        "    loss = model(batch).square().mean()\n"
+        "    loss.backward()\n"
+        "    optimizer.step()\n"
+        "    optimizer.zero_grad()\n"
+        "    return loss\n"
+        "def plain_step(model, optimizer, batch):\n"
+        "    raise torch.OutOfMemoryError('CUDA out of memory')\n"
+        "def make():\n"
+        "    step = plain_step if mark.exists() else train_step\n"
+        "    mark.touch()\n"
+        "    model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8))\n"
+        "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "    return step, model, optimizer, torch.randn(256, 8)\n"
+    )
+    path = tmp_path / "run.json"
+    model = f"{tmp_path}/train.py:make"
+    code, out, err = run(capsys, "run", model, "--budget", "100%", "--json", str(path))
+    assert (code, err) == (0, "")
+    assert "does not fit" in out
+    assert "Within the budget, where the plain step does not fit" in out
+    data = json.loads(path.read_text())
+    assert data["equal"] is None
+    assert data["measured"]["plain"] is None
+    assert data["measured"]["planned"]["peak_bytes"] <= data["budget_bytes"]

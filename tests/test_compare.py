@@ -152,3 +152,28 @@ def test_results_that_differ_are_named_by_step() -> None:
 )
 def test_same_means_every_bit(a: Any, b: Any, same: bool) -> None:
     assert (differences({"x": a}, {"x": b}) == []) is same
+
+
+def test_a_plain_step_that_does_not_fit_is_a_result() -> None:
+    """Where there is a budget; without one it is an error."""
+    n_made = 0
+
+    def make_twice() -> Any:
+        nonlocal n_made
+        n_made += 1
+        function, *objects = make()
+
+        def out_of_memory(*_: Any) -> Any:
+            raise torch.OutOfMemoryError("no room")
+
+        return (function if n_made == 1 else out_of_memory), *objects
+
+    within = partial(rekindle.optimize, budget="100%", planner="none")
+    found = compare(make_twice, within, steps=3)
+    assert not found.plain_fits
+    assert not found.equal
+    assert (found.steps, found.is_within_budget) == (3, True)
+    assert found.captured_peak_bytes > 0
+    n_made = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        compare(make_twice, rekindle.optimize, steps=3)

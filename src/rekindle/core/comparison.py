@@ -17,7 +17,8 @@ class Comparison:
 
     `compared` counts the tensors by kind ("parameter", "buffer", …); `differences` names what is
     not the same, bit for bit. The samples are the times of single steps, in order; the peak is that
-    of the last. Without a budget there is no profile and no plan.
+    of the last. Without a budget there is no profile and no plan. Where the plain step does not fit
+    into the device's memory, there is nothing of it, and nothing was compared.
     """
 
     graph: StepGraph
@@ -28,6 +29,7 @@ class Comparison:
     captured_peak_bytes: int
     compared: Mapping[str, int]
     differences: tuple[str, ...]
+    plain_fits: bool = True
     budget_bytes: int | None = None
     profile: Profile | None = None
     plan: Plan | None = None
@@ -35,12 +37,12 @@ class Comparison:
     @property
     def steps(self) -> int:
         """How many steps each training took."""
-        return len(self.plain_samples_us)
+        return len(self.captured_samples_us)
 
     @property
     def equal(self) -> bool:
-        """Whether nothing differs."""
-        return not self.differences
+        """Whether all was compared and nothing differs."""
+        return self.plain_fits and not self.differences
 
     @property
     def is_within_budget(self) -> bool:
@@ -60,4 +62,4 @@ class Comparison:
 
 def _warm_median(samples_us: tuple[float, ...]) -> float:
     """The median without the first step, which picks kernels, and the last, which is watched."""
-    return statistics.median(samples_us[1:-1] or samples_us)
+    return statistics.median(samples_us[1:-1] or samples_us) if samples_us else float("nan")

@@ -12,7 +12,7 @@ is not laid out.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ import numpy as np
 
 from rekindle.core.arena import Ints, least_bytes, pack
 from rekindle.core.dataflow import dataflow
-from rekindle.core.ir import Op, StepGraph
+from rekindle.core.ir import Op, Role, StepGraph
 from rekindle.core.liveness import analyze
 from rekindle.core.schedule import Compute, Free, Instruction, Plan, Run, resolve
 
@@ -69,22 +69,32 @@ class Layout:
 
 
 def layout(
-    graph: StepGraph, plan: Plan | None = None, *, in_place: bool = True, sharing: bool = True
+    graph: StepGraph,
+    plan: Plan | None = None,
+    *,
+    in_place: bool = True,
+    sharing: bool = True,
+    roles: Collection[Role] = tuple(Role),
 ) -> Layout:
     """Lay a step out, plain or as planned.
 
     Writing in place ties lives together, and now and then what is tied is harder to place: where
     memory is shared, ops write in place only if that makes the arena smaller.
+
+    Storages of other `roles` than those asked for are left out, as if they lay elsewhere. That is
+    for estimates: `check_layout` accepts a layout of everything only.
     """
-    found = _laid_out(graph, plan, in_place, sharing)
+    found = _laid_out(graph, plan, in_place, sharing, roles)
     if in_place and sharing and found.reuses:
-        apart = _laid_out(graph, plan, in_place=False, sharing=True)
+        apart = _laid_out(graph, plan, in_place=False, sharing=True, roles=roles)
         return min(found, apart, key=lambda each: each.arena_bytes)
     return found
 
 
-def _laid_out(graph: StepGraph, plan: Plan | None, in_place: bool, sharing: bool) -> Layout:
-    walk = _Walk(graph, plan, in_place)
+def _laid_out(
+    graph: StepGraph, plan: Plan | None, in_place: bool, sharing: bool, roles: Collection[Role]
+) -> Layout:
+    walk = _Walk(graph, plan, in_place, roles)
     start, end, nbytes, chain = walk.arrays()
     n_chains = int(chain.max(initial=-1)) + 1
     chain_start = np.full(n_chains, np.iinfo(np.int64).max)
@@ -150,10 +160,13 @@ def _last_touch(touched: list[list[int]], n_storages: int) -> Ints:
 class _Walk:
     """Goes through a schedule once: the life of every piece, and who writes over whom."""
 
-    def __init__(self, graph: StepGraph, plan: Plan | None, in_place: bool) -> None:
+    def __init__(
+        self, graph: StepGraph, plan: Plan | None, in_place: bool, roles: Collection[Role]
+    ) -> None:
         self.graph = graph
         self.flow = dataflow(graph)
         self.stays = analyze(graph).is_resident
+        self.left_out = {s.index for s in graph.storages if s.role not in roles}
         self.pieces: list[Piece] = []
         self.reuses: list[Reuse] = []
         self.refusals: dict[int, str] = {}
@@ -168,7 +181,8 @@ class _Walk:
             if in_place:
                 self._reuse(run, position, freed)
             for piece in freed:
-                self._end[self._index[piece]] = position
+                if piece.storage not in self.left_out:
+                    self._end[self._index[piece]] = position
         self._end = [position if end < 0 else end for end in self._end]
 
     def arrays(self) -> tuple[Ints, Ints, Ints, Ints]:
@@ -180,37 +194,43 @@ class _Walk:
         return np.array(self._start, np.int64), np.array(self._end, np.int64), nbytes, chain
 
     def _make(self, run: Run, position: int) -> None:
+        for storage in self._made(run):
+            if storage in self.left_out:
+                continue
+            piece = Piece(storage, run.copy)
+            self._index[piece] = len(self.pieces)
+            self._chain.append(len(self.pieces))
+            self.pieces.append(piece)
+            self._start.append(position)
+            self._end.append(-1)
+
+    def _made(self, run: Run) -> list[int]:
         makes = self.flow.copy_makes if run.copy else self.flow.makes
-        for storage in makes[run.op]:
-            if not self.stays[storage]:
-                piece = Piece(storage, run.copy)
-                self._index[piece] = len(self.pieces)
-                self._chain.append(len(self.pieces))
-                self.pieces.append(piece)
-                self._start.append(position)
-                self._end.append(-1)
+        return [storage for storage in makes[run.op] if not self.stays[storage]]
 
     def _reuse(self, run: Run, position: int, freed: set[Piece]) -> None:
         """Let an op write over an input that dies with it, or note why it does not."""
         op = self.graph.ops[run.op]
-        makes = self.flow.copy_makes if run.copy else self.flow.makes
-        made = [storage for storage in makes[run.op] if not self.stays[storage]]
-        if not made:
+        made = self._made(run)
+        if self.left_out.issuperset(made):
             return
         reason = self._obstacle(op, run, made)
         if not reason:
             result = Piece(made[0], run.copy)
             for value in op.may_overwrite:
                 over = Piece(self.graph.values[value].storage, run.copies[value])
-                if over in freed:
+                if over in freed and over in self._index:
                     self.reuses.append(Reuse(position, op.index, over, result))
                     self._chain[self._index[result]] = self._chain[self._index[over]]
                     return
-                is_entered = self.stays[over.storage]
-                why = "was there before the step" if is_entered else "is needed later"
-                reason = f"{self.graph.values[value].name} {why}"
+                reason = f"{self.graph.values[value].name} {self._why_not(over.storage)}"
         if not run.copy:
             self.refusals[op.index] = reason
+
+    def _why_not(self, storage: int) -> str:
+        if self.stays[storage]:
+            return "was there before the step"
+        return "is not laid out" if storage in self.left_out else "is needed later"
 
     def _obstacle(self, op: Op, run: Run, made: list[int]) -> str:
         if run.copy and op.copy_target:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -85,22 +87,15 @@ def compare(
     seed: int = 0,
     on_stage: Callable[[str], None] = lambda stage: None,
 ) -> Comparison:
-    """Train plainly, then with `optimize`, on what `make` builds anew each time; compare the ends.
+    """Train with `optimize`, then plainly, on what `make` builds anew each time; compare the ends.
 
     `make` returns (train_step, model, optimizer, batch) and is called twice, under the same seed;
-    the random generators are put back afterwards. `on_stage` is told what is about to happen.
+    the random generators are put back afterwards. `on_stage` is told what is about to happen. A
+    plain step that runs out of memory, where the other has a budget, is a result and no error.
     """
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(devices=devices):
         on_stage("building the model")
-        torch.manual_seed(seed)
-        train_step, *objects = make()
-        torch.manual_seed(seed)
-        on_stage(f"training {steps} steps without Rekindle")
-        plain = _Training(lambda: train_step(*objects), *objects, steps=steps)
-        del objects  # two models at once might not fit
-
-        on_stage("building the model again")
         torch.manual_seed(seed)
         train_step, *objects = make()
         torch.manual_seed(seed)
@@ -109,19 +104,44 @@ def compare(
         step = optimize(train_step, *objects)
         capture_us = (time.perf_counter() - start) * 1e6
         on_stage(f"training {steps} steps with Rekindle")
-        captured = _Training(lambda: step(objects[-1]), *objects, steps=steps)
-    return Comparison(
-        graph=step.graph,
-        capture_us=capture_us,
+        captured = _Training(step, *objects, steps=steps)
+        captured.peak_bytes = max(captured.peak_bytes, step.graphs_peak_bytes)
+        found = partial(
+            Comparison,
+            graph=step.graph,
+            capture_us=capture_us,
+            captured_samples_us=tuple(captured.samples_us),
+            captured_peak_bytes=captured.peak_bytes,
+            budget_bytes=step.budget_bytes,
+            profile=step.profile,
+            plan=step.plan,
+        )
+        del step, objects  # two models at once might not fit
+        gc.collect()
+
+        on_stage("building the model again")
+        torch.manual_seed(seed)
+        train_step, *objects = make()
+        torch.manual_seed(seed)
+        on_stage(f"training {steps} steps without Rekindle")
+        model, optimizer, _ = objects
+        try:
+            plain = _Training(partial(train_step, model, optimizer), *objects, steps=steps)
+        except torch.OutOfMemoryError:
+            if found.keywords["budget_bytes"] is None:
+                raise
+            return found(
+                plain_samples_us=(),
+                plain_peak_bytes=0,
+                compared={},
+                differences=(),
+                plain_fits=False,
+            )
+    return found(
         plain_samples_us=tuple(plain.samples_us),
-        captured_samples_us=tuple(captured.samples_us),
         plain_peak_bytes=plain.peak_bytes,
-        captured_peak_bytes=max(captured.peak_bytes, step.graphs_peak_bytes),
         compared=count_tensors(plain.state),
         differences=tuple(differences(plain.state, captured.state)),
-        budget_bytes=step.budget_bytes,
-        profile=step.profile,
-        plan=step.plan,
     )
 
 
@@ -130,7 +150,7 @@ class _Training:
 
     def __init__(
         self,
-        step: Callable[[], Any],
+        step: Callable[[Any], Any],
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         batch: Any,
@@ -141,14 +161,14 @@ class _Training:
         self.samples_us: list[float] = []
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         for _ in range(steps - 1):
-            self._train(step)
+            self._train(step, batch)
         around = tensors_around(model, optimizer, batch)
-        self.peak_bytes = peak_bytes(lambda: self._train(step), device, around)
+        self.peak_bytes = peak_bytes(lambda: self._train(step, batch), device, around)
         self.state.update(state_of(model, optimizer))
 
-    def _train(self, step: Callable[[], Any]) -> None:
+    def _train(self, step: Callable[[Any], Any], batch: Any) -> None:
         start = time.perf_counter()
-        leaves = [_copy(leaf) for leaf in pytree.tree_leaves(step())]  # waits for the device
+        leaves = [_copy(leaf) for leaf in pytree.tree_leaves(step(batch))]  # waits for the device
         self.samples_us.append((time.perf_counter() - start) * 1e6)
         for position, leaf in enumerate(leaves):
             place = f".{position}" if len(leaves) > 1 else ""

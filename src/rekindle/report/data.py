@@ -25,9 +25,9 @@ def graph_data(graph: StepGraph) -> dict[str, Any]:
 
 
 def comparison_data(comparison: Comparison) -> dict[str, Any]:
-    """A plain and a captured training, and the graph."""
+    """A plain and a captured training, and the graph; None for what could not be compared."""
     return {
-        "equal": comparison.equal,
+        "equal": comparison.equal if comparison.plain_fits else None,
         "budget_bytes": comparison.budget_bytes,
         "is_within_budget": comparison.is_within_budget,
         "differences": list(comparison.differences),
@@ -37,7 +37,9 @@ def comparison_data(comparison: Comparison) -> dict[str, Any]:
             "peak_bytes": comparison.plain_peak_bytes,
             "step_us": comparison.plain_us,
             "samples_us": list(comparison.plain_samples_us),
-        },
+        }
+        if comparison.plain_fits
+        else None,
         "captured": {
             "peak_bytes": comparison.captured_peak_bytes,
             "step_us": comparison.captured_us,

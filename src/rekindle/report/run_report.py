@@ -35,13 +35,15 @@ def run_summary(title: str, comparison: Comparison, summary: PlanSummary) -> Ren
 def run_conclusion(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     """The last line, of what `run_data` returns: whether every promise held."""
     broken = {
-        "Not the same": [row["model"] for row in rows if not row["equal"]],
+        "Not the same": [row["model"] for row in rows if row["equal"] is False],
         "Over the budget": [row["model"] for row in rows if not row["is_within_budget"]],
     }
     found = [f"{what}: {', '.join(names)}." for what, names in broken.items() if names]
     if found:
         return Text(" ".join(found), style="bold red")
     names = ", ".join(row["model"] for row in rows)
+    if any(row["equal"] is None for row in rows):
+        return Text(f"Within the budget, where the plain step does not fit: {names}.", style="bold")
     kept = ", and within the budget" if any(row["budget_bytes"] for row in rows) else ""
     return Text(f"The same, bit for bit{kept}: {names}.", style="bold green")
 
@@ -79,6 +81,8 @@ def _measured_table(comparison: Comparison, summary: PlanSummary, width: int) ->
         table.add_column(name, justify="right", no_wrap=True)
     for label, (plain, planned), write in rows:
         cells = (write(plain), write(planned), percent(planned / (plain or 1.0)))
+        if "measured" in label and not comparison.plain_fits:
+            cells = ("does not fit", write(planned), "")
         table.add_row(label, *cells[: len(shown)])
     return table
 

@@ -205,6 +205,9 @@ def _findings(comparison: Comparison) -> Table:
 def verdict(comparison: Comparison) -> tuple[Text, Text]:
     """Whether two trainings are the same: a word, and what was compared or what differs."""
     steps = "1 step" if comparison.steps == 1 else f"{comparison.steps} steps"
+    if not comparison.plain_fits:
+        words = "the plain step does not fit into this device's memory"
+        return Text("not compared", style="bold yellow"), Text(words)
     if comparison.equal:
         counts = f"after {steps}, bit for bit: {_counts(comparison)}"
         return Text("equal", style="bold green"), Text(counts)
