@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from rekindle.core.cost import Profile
 from rekindle.core.ir import StepGraph
+from rekindle.core.layout import layout
 from rekindle.core.schedule import Plan
 from rekindle.core.simulate import Trace, simulate
 from rekindle.errors import ReportError
@@ -98,7 +99,10 @@ class TrainStep:
             )
         plain = simulate(self.graph, profile)
         summary = summarize_plan(self.graph, profile, plain, plan, trace)
-        plan_html.write_plan_html(Path(path), self.graph, profile, plain, trace, summary)
+        laid_out = layout(self.graph, plan)
+        plan_html.write_plan_html(
+            Path(path), self.graph, profile, plain, trace, summary, layout=laid_out
+        )
 
     def __reduce__(self) -> NoReturn:
         """Refuse to be pickled or copied: it is bound to the very objects it trains."""

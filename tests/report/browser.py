@@ -23,7 +23,7 @@ needs_browser = pytest.mark.skipif(_CHROMIUM is None, reason="no chromium on thi
 # Runs in the page once it is drawn, uses it as a person would, and writes down what it sees.
 _LOOK = """
 <script>
-(function look() {
+(async function look() {
   const root = document.documentElement;
   if (root.dataset.ready !== "yes") { setTimeout(look, 50); return; }
   const all = (what) => [...document.querySelectorAll(what)];
@@ -36,6 +36,18 @@ _LOOK = """
     field.dispatchEvent(new Event("input"));
   };
   const timeline = document.getElementById("timeline");
+  const map = document.getElementById("map");
+  const drawn = () => new Promise((done) => setTimeout(done, 300));
+  // Moves the pointer to a place on the map, given on its axes; gives what is told there.
+  const pointAtMap = (x, y) => {
+    const place = map.querySelector(".nsewdrag").getBoundingClientRect();
+    const along = (at, [from, to], pixels) => ((at - from) / (to - from)) * pixels;
+    map.dispatchEvent(new PointerEvent("pointermove", {
+      clientX: place.left + along(x, map.layout.xaxis.range, place.width),
+      clientY: place.bottom - along(y, map.layout.yaxis.range, place.height),
+    }));
+    return all("#map-label:not([hidden]) > *").map((each) => each.textContent);
+  };
   const seen = {};
   seen.labels = texts("#timeline .annotation-text");
   USE
@@ -63,7 +75,10 @@ def opened(page: Path) -> dict[str, str]:
 
 
 def look(page: Path, use: str) -> dict[str, Any]:
-    """What a person sees who does `use` with the page; an error on its console fails the test."""
+    """What a person sees who does `use` with the page; an error on its console fails the test.
+
+    After what takes time to draw, `use` awaits `drawn()`.
+    """
     text = page.read_text(encoding="utf-8")
     script = _LOOK.replace("USE", use.strip())
     page.write_text(text.replace("</body>", script + "</body>"), encoding="utf-8")

@@ -12,6 +12,7 @@ from tiny_step import ABOUT, NASTY, PEAK_BYTES, nasty_graph, tiny_step
 
 from rekindle.core.cost import OpCost, Profile
 from rekindle.core.ir import Op, Phase, Role, StepGraph, Storage, Value
+from rekindle.core.layout import layout
 from rekindle.core.simulate import simulate
 from rekindle.errors import ReportError
 from rekindle.report.html import write_html
@@ -150,7 +151,7 @@ def test_a_page_of_ten_thousand_ops_stays_small(tmp_path: Path) -> None:
     graph = StepGraph(ops, values, storages, ())
     profile = Profile("cpu", graph.fingerprint, tuple(OpCost(1.5) for _ in ops))
     page = tmp_path / "long.html"
-    write_html(page, graph, profile, simulate(graph, profile))
+    write_html(page, graph, profile, simulate(graph, profile), layout=layout(graph))
     assert page.stat().st_size - len(get_plotlyjs()) < 2_000_000
 
 

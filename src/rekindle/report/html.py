@@ -11,8 +11,10 @@ from typing import Any
 
 from rekindle.core.cost import Profile
 from rekindle.core.ir import StepGraph
+from rekindle.core.layout import Layout
 from rekindle.core.simulate import Trace
 from rekindle.errors import ReportError
+from rekindle.report.arena_map import map_data, map_words
 from rekindle.report.page_data import page_data
 from rekindle.report.palette import PHASES, colour
 from rekindle.report.summary import Part, Summary, Work, summarize
@@ -27,6 +29,7 @@ from rekindle.report.words import (
 from rekindle.units import format_bytes, format_count, format_us
 
 _MOST_GROUPS = 8
+_SCRIPTS = ("page.js", "map.js", "start.js")
 
 
 def write_html(
@@ -35,11 +38,31 @@ def write_html(
     profile: Profile,
     trace: Trace,
     about: Mapping[str, Any] | None = None,
+    *,
+    layout: Layout | None = None,
 ) -> None:
-    """Write the page; it opens in any browser, without a network."""
+    """Write the page; it opens in any browser, without a network.
+
+    With the layout of the step, the page has a map of where everything lies.
+    """
     summary = summarize(graph, profile, trace, about)
     data = page_data(graph, profile, trace, summary)
-    write_page(path, page_content(graph, profile, summary), data)
+    content = page_content(graph, profile, summary)
+    add_map(content, data, graph, trace, layout)
+    write_page(path, content, data)
+
+
+def add_map(
+    content: dict[str, str],
+    data: dict[str, Any],
+    graph: StepGraph,
+    trace: Trace,
+    layout: Layout | None,
+) -> None:
+    """Give the page its map of the arena, if there is a layout with anything in it."""
+    if layout is not None and len(layout.storage):
+        content["map"] = _filled(asset("map.html"), map_words(layout))
+        data["map"] = map_data(graph, trace, layout)
 
 
 def page_content(graph: StepGraph, profile: Profile, summary: Summary) -> dict[str, str]:
@@ -51,6 +74,7 @@ def page_content(graph: StepGraph, profile: Profile, summary: Summary) -> dict[s
         "cards": cards(_facts(summary)),
         "method": escape(_method(summary)),
         "timeline_note": "",
+        "map": "",
         "plan": "",
         "parts": _part_rows(summary),
         "place": escape(f"at {peak_place(summary)}"),
@@ -69,7 +93,7 @@ def write_page(path: Path, content: Mapping[str, str], data: Mapping[str, Any]) 
         "n_bars": str(len(data["activations"])),
         "plotly": _plotly_js(),
         "data": _embedded(data),
-        "script": asset("page.js"),
+        "script": "".join(asset(name) for name in _SCRIPTS),
     }
     path.write_text(_filled(asset("page.html"), filled), encoding="utf-8")
 

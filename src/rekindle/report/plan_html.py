@@ -10,8 +10,18 @@ from typing import Any
 
 from rekindle.core.cost import Profile
 from rekindle.core.ir import StepGraph
+from rekindle.core.layout import Layout
 from rekindle.core.simulate import Trace
-from rekindle.report.html import asset, bar_row, breakable, cards, page_content, tensors, write_page
+from rekindle.report.html import (
+    add_map,
+    asset,
+    bar_row,
+    breakable,
+    cards,
+    page_content,
+    tensors,
+    write_page,
+)
 from rekindle.report.page_data import page_data, run_data
 from rekindle.report.palette import colour
 from rekindle.report.plan_summary import DecisionRow, Dropped, PlanSummary
@@ -36,8 +46,13 @@ def write_plan_html(
     plain: Trace,
     planned: Trace,
     summary: PlanSummary,
+    *,
+    layout: Layout | None = None,
 ) -> None:
-    """Write the page; it opens in any browser, without a network."""
+    """Write the page; it opens in any browser, without a network.
+
+    With the layout of the planned step, the page has a map of where everything lies.
+    """
     whole = summary.step_us or 1.0
     phases = tuple(replace(row, share=row.time_us / whole) for row in summary.plain.phases)
     view = replace(summary.plain, peak=summary.peak, phases=phases)
@@ -56,6 +71,7 @@ def write_plan_html(
     data["planned"] = run_data(graph, planned)
     data["budget_bytes"] = summary.budget_bytes
     data["decisions"] = [_decision(row) for row in summary.decisions]
+    add_map(content, data, graph, planned, layout)
     write_page(path, content, data)
 
 

@@ -40,8 +40,9 @@ function shorten(text, width) {
 
 // ---------------------------------------------------------------- axes
 
-const byteUnit = [[2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"], [1, "bytes"]]
-  .find(([size]) => Math.max(plain.peak.bytes, shown.peak.bytes) >= size || size === 1);
+const unitOf = (most) => [[2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"], [1, "bytes"]]
+  .find(([size]) => most >= size || size === 1);
+const byteUnit = unitOf(Math.max(plain.peak.bytes, shown.peak.bytes));
 const timeUnit = shown.step_us >= 1e6 ? [1e6, "s"] : shown.step_us >= 1000 ? [1000, "ms"] : [1, "µs"];
 
 // A run is the step as it goes, plain or planned: at position i runs op opAt(run, i).
@@ -80,7 +81,7 @@ function bands(run, x, yBottom) {
 
 const font = { family: "system-ui, -apple-system, Segoe UI, Roboto, Arial, sans-serif", size: 12, color: "#1c2530" };
 const config = () => ({
-  responsive: true, displaylogo: false, displayModeBar: isNarrow() ? false : "hover",
+  responsive: true, displaylogo: false, doubleClick: "reset", displayModeBar: isNarrow() ? false : "hover",
   modeBarButtonsToRemove: ["sendChartToCloud", "select2d", "lasso2d", "autoScale2d"],
 });
 
@@ -160,7 +161,7 @@ function drawTimeline(kind) {
       xanchor: "right", yanchor: "bottom", font: { size: 12, color: "#1c2530" },
     });
   }
-  return Plotly.react("timeline", traces, {
+  return Plotly.newPlot("timeline", traces, {
     font, height: isNarrow() ? 440 : 480, margin: { l: 52, r: 12, t: isNarrow() ? 30 : 50, b: 60 }, hovermode: "x",
     hoverdistance: -1, paper_bgcolor: "#fff", plot_bgcolor: "#fff",
     hoverlabel: { align: "left", bgcolor: "#fff", bordercolor: "#55606d", font: { color: "#1c2530" } },
@@ -195,7 +196,7 @@ function drawActivations(kind) {
     textposition: "none", hovertemplate: "%{text}<extra></extra>",
   };
   const { shapes, labels } = bands(plain, x, 0);
-  return Plotly.react("activations", [trace], {
+  return Plotly.newPlot("activations", [trace], {
     font, height: Math.max(220, 90 + rows.length * 14), bargap: 0.25, paper_bgcolor: "#fff", plot_bgcolor: "#fff",
     margin: { l: narrow ? 12 : 262, r: 12, t: narrow ? 30 : 50, b: 50 }, hovermode: "closest",
     hoverlabel: { align: "left", bgcolor: "#fff", bordercolor: "#55606d", font: { color: "#1c2530" } },
@@ -310,19 +311,3 @@ function tableIn(place, prefix, radio, tables) {
   find("more").addEventListener("click", () => { state.all = true; draw(); });
   draw();
 }
-
-// ---------------------------------------------------------------- start
-
-function drawFigures() {
-  if (!nOps) return null;
-  const kind = document.querySelector("input[name=axis]:checked").value;
-  return Promise.all([drawTimeline(kind), drawActivations(kind)]);
-}
-for (const input of document.querySelectorAll("input[name=axis]")) input.addEventListener("change", drawFigures);
-let wasNarrow = isNarrow();
-window.addEventListener("resize", () => {
-  if (isNarrow() !== wasNarrow) { wasNarrow = isNarrow(); drawFigures(); }
-});
-tableIn("operators", "", "rows", OPERATORS);
-if (data.decisions) tableIn("decisions", "decision-", "decided", decisionTables(data.decisions));
-Promise.resolve(drawFigures()).then(() => { document.documentElement.dataset.ready = "yes"; });
