@@ -1,4 +1,4 @@
-"""Fake results of operators that torch describes wrongly or not at all: recurrent layers.
+"""Fake results of operators that torch describes wrongly or not at all.
 
 Everything here runs under a `FakeTensorMode`, so nothing is allocated.
 """
@@ -23,6 +23,14 @@ def _onednn_backward(op: OpOverload, *args: Any) -> Any:
     return tuple(torch.empty_like(tensor, dtype=torch.float32) for tensor in op(*args))
 
 
+def _batch_norm(op: OpOverload, *args: Any) -> Any:
+    """Beside weights or statistics in float32, so are mean and deviation; torch says otherwise."""
+    result, mean, deviation = op(*args)
+    if any(isinstance(arg, torch.Tensor) and arg.dtype is torch.float32 for arg in args[1:5]):
+        mean, deviation = (torch.empty_like(t, dtype=torch.float32) for t in (mean, deviation))
+    return result, mean, deviation
+
+
 def _cudnn_forward(op: OpOverload, *args: Any) -> Any:
     """Given no weight buffer, cuDNN makes one and returns it; torch says it returns none."""
     output, hy, cy, reserve, weight_buffer = op(*args)
@@ -45,6 +53,7 @@ def _cudnn_backward(op: OpOverload, *args: Any) -> Any:
 
 
 _SPECIAL: dict[str, Callable[..., Any]] = {
+    "aten::native_batch_norm": _batch_norm,
     "aten::mkldnn_rnn_layer_backward": _onednn_backward,
     "aten::_cudnn_rnn": _cudnn_forward,
     "aten::_cudnn_rnn_backward": _cudnn_backward,

@@ -69,6 +69,11 @@ def written(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
     ]
 
 
+def writes_statistics(op: OpOverload) -> bool:
+    """Whether this is a batch norm that writes to its running statistics without saying so."""
+    return op._schema.name in _UNDECLARED_WRITES
+
+
 def copy_op(op: OpOverload, device: torch.device, writes: bool) -> OpOverload | None:
     """The operator that computes a call's first result again from its other results, if any.
 

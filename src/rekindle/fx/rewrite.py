@@ -8,7 +8,9 @@ that the op drew, from the generator state it started with; a copy leaves all st
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -81,6 +83,7 @@ class _Rewriter:
         self.node_of: dict[tuple[int, int], fx.Node] = {}  # by value and copy
         self.held: dict[tuple[int, int], list[fx.Node]] = {}  # by storage and copy
         self.random_state: dict[int, fx.Node] = {}  # by op: what its generator started from
+        self.scratch: list[fx.Node] = []
         self.again = {step.op for step in schedule if not isinstance(step, Free) and step.copy}
 
     def run(self) -> Listing:
@@ -144,6 +147,8 @@ class _Rewriter:
         node = self._copy(call, step) if step.copy else self._captured(call, step)
         self._add(node, call)
         self.listing.origin[node] = (step.op, step.copy)
+        if self.scratch:
+            self.listing.frees[node], self.scratch = self.scratch, []
         if call.results == [call.node]:
             self._bind(call.node, node, step)
             return
@@ -182,7 +187,10 @@ class _Rewriter:
             target = ops.copy_op(call.node.target, device, writes=True)
             args, _ = self._arguments(call.node, step, without=set(call.writes))
             return self._create(target, ops.copy_arguments(args, (None, *results)), {}, name)
-        args, kwargs = self._arguments(call.node, step, without=self._state(call))
+        changed = self._state(call)
+        args, kwargs = self._arguments(call.node, step, without=changed)
+        if changed and self._follows_from_state(call):
+            args, kwargs = self._arguments(call.node, step, instead=self._scratch(call, changed))
         if not call.is_random:
             return self._create(call.node.target, args, kwargs, name)
         source = _generator_of(call, self.recording)
@@ -194,15 +202,37 @@ class _Rewriter:
         entered = {entry.node for entry in self.recording.tape.entries}
         return entered.intersection(call.writes)
 
+    def _follows_from_state(self, call: Call) -> bool:
+        """Whether the types of a batch norm's results depend on statistics that a copy lacks."""
+        target = call.node.target
+        is_norm = isinstance(target, OpOverload) and ops.writes_statistics(target)
+        return is_norm and call.node.args[1] is None
+
+    def _scratch(self, call: Call, state: set[fx.Node]) -> dict[fx.Node, fx.Node]:
+        """Memory for a copy to write to in place of state; it goes right after the copy."""
+        made = {}
+        for node in sorted(state, key=lambda each: each.name):
+            meta = self.recording.tape.metas[node]
+            device = self.recording.tape.storages[meta.storage].device
+            how = {"dtype": meta.dtype, "device": device}
+            name = f"{node.name}_scratch"
+            made[node] = self._create(torch.empty, (list(meta.shape),), how, name)
+            self._add(made[node], call)
+        self.scratch += made.values()
+        return made
+
     def _arguments(
         self,
         node: fx.Node,
         step: Run,
-        without: set[fx.Node] = frozenset(),  # type: ignore[assignment]
+        without: Collection[fx.Node] = (),
+        instead: Mapping[fx.Node, fx.Node] = MappingProxyType({}),
     ) -> tuple[Any, Any]:
         """A recorded call's arguments, from the copies it reads; None for what is left out."""
 
         def lead(arg: fx.Node) -> fx.Node | None:
+            if arg in instead:
+                return instead[arg]
             if arg in without:
                 return None
             value = self.value_of[arg.name]

@@ -234,7 +234,7 @@ class CapturedStep:
         try:
             flat = tree.flatten(batch)
             key = self._key(flat)
-            for variant in self._variants.get(key, ()):
+            for variant in self._known(key, flat.structure):
                 state = variant.guard.fetch()
                 if state is not None:
                     self._variants.move_to_end(key)
@@ -259,6 +259,13 @@ class CapturedStep:
                 for kind in ("cpu", "cuda")
             ),
         )
+
+    def _known(self, key: Hashable, structure: tree.Structure) -> list[Variant]:
+        try:
+            return self._variants.get(key, [])
+        except TypeError:  # something in the batch cannot be a key
+            Checks(where.definition(self._train_step)).batch(structure)
+            raise
 
     def _capture(self, batch: Any, key: Hashable) -> Variant:
         others = self._variants.get(key)
