@@ -1,8 +1,14 @@
-"""Every test starts from the same seed, on one thread, offline; GPU tests wait for a GPU."""
+"""Every test starts from the same seed, on one thread, offline, with an empty cache of its own.
+
+GPU tests wait for a GPU.
+"""
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 # Read by the hub client when it is imported, so set before anything can import it.
@@ -24,6 +30,9 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 def pytest_configure() -> None:
     torch.set_num_threads(1)
+    folder = tempfile.mkdtemp(prefix="rekindle-tests-")  # where profiles are kept
+    os.environ["XDG_CACHE_HOME"] = folder
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -12,7 +12,7 @@ from rekindle.core.cost import Profile
 from rekindle.core.ir import StepGraph
 from rekindle.core.schedule import Plan
 from rekindle.core.simulate import simulate
-from rekindle.errors import InfeasibleBudget
+from rekindle.errors import InfeasibleBudget, PlanError
 from rekindle.fx import cache as profile_cache
 from rekindle.fx import interpret, measure
 from rekindle.fx.recording import Recording
@@ -132,11 +132,10 @@ class Arranger:
         """A plan that leaves a margin below the budget, unless only the whole budget will do."""
         try:
             plan = self._make(graph, profile, budget_bytes - margin)
-        except InfeasibleBudget as error:
-            if error.least_peak_bytes > budget_bytes:
-                raise InfeasibleBudget(
-                    budget_bytes=budget_bytes, least_peak_bytes=error.least_peak_bytes
-                ) from None
+        except PlanError as error:
+            least = getattr(error, "least_peak_bytes", 0)
+            if least > budget_bytes:
+                raise InfeasibleBudget(budget_bytes=budget_bytes, least_peak_bytes=least) from None
             plan = self._make(graph, profile, budget_bytes)
         plan.check(graph)
         log.info(

@@ -66,6 +66,7 @@ class Program:
         for index in self._stale_grads:
             state[index].grad = None
         self._state = state
+        was_enabled = torch.is_grad_enabled()
         try:
             with ExitStack() as stack:
                 self._user_keys = _included_keys(), _excluded_keys()
@@ -75,6 +76,7 @@ class Program:
                 stack.enter_context(torch._C._AutoDispatchBelowAutograd())
                 yield
         finally:
+            torch._C._set_grad_enabled(was_enabled)  # first, and at once: interrupts may come
             self._state = []
 
     def finish(self, tensors: Iterable[torch.Tensor], state: list[torch.Tensor]) -> Any:

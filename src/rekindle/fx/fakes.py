@@ -31,6 +31,23 @@ def _batch_norm(op: OpOverload, *args: Any) -> Any:
     return result, mean, deviation
 
 
+def _group_norm(op: OpOverload, *args: Any) -> Any:
+    """The same of a group norm beside weights in float32, on the CPU."""
+    result, mean, deviation = op(*args)
+    given = [arg for arg in args[1:3] if isinstance(arg, torch.Tensor) and arg.device.type == "cpu"]
+    if any(arg.dtype is torch.float32 for arg in given):
+        mean, deviation = (torch.empty_like(t, dtype=torch.float32) for t in (mean, deviation))
+    return result, mean, deviation
+
+
+def _group_norm_backward(op: OpOverload, *args: Any) -> Any:
+    """The gradient of the input has the input's type."""
+    grad, *others = op(*args)
+    if args[1].device.type != "cpu":
+        return grad, *others
+    return (None if grad is None else torch.empty_like(grad, dtype=args[1].dtype), *others)
+
+
 def _cudnn_forward(op: OpOverload, *args: Any) -> Any:
     """Given no weight buffer, cuDNN makes one and returns it; torch says it returns none."""
     output, hy, cy, reserve, weight_buffer = op(*args)
@@ -54,6 +71,8 @@ def _cudnn_backward(op: OpOverload, *args: Any) -> Any:
 
 _SPECIAL: dict[str, Callable[..., Any]] = {
     "aten::native_batch_norm": _batch_norm,
+    "aten::native_group_norm": _group_norm,
+    "aten::native_group_norm_backward": _group_norm_backward,
     "aten::mkldnn_rnn_layer_backward": _onednn_backward,
     "aten::_cudnn_rnn": _cudnn_forward,
     "aten::_cudnn_rnn_backward": _cudnn_backward,

@@ -167,6 +167,7 @@ class CapturedStep:
         self.is_forecast = as_on_gpu
         self._variants: OrderedDict[Hashable, list[Variant]] = OrderedDict()
         self._lock = threading.Lock()
+        self._caller: object | None = None  # whose call is running
         self._has_forgotten = False
         flat = tree.flatten(batch)
         Checks(where.definition(train_step)).batch(flat.structure)
@@ -229,25 +230,36 @@ class CapturedStep:
                 "this step was captured as a GPU would run it, for a forecast, and cannot be run: "
                 "capture it without as_on_gpu=True to train."
             )
-        if not self._lock.acquire(blocking=False):
-            raise RuntimeError("this step is already running: call it from one thread at a time")
+        caller = object()
         try:
-            flat = tree.flatten(batch)
-            key = self._key(flat)
-            for variant in self._known(key, flat.structure):
-                state = variant.guard.fetch()
-                if state is not None:
-                    self._variants.move_to_end(key)
-                    return variant.run(flat.tensors, state)
-            variant = self._capture(batch, key)
-            state = variant.guard.fetch()
-            if state is None:
-                raise RekindleError(
-                    f"the step cannot be told from a changed one: {variant.guard.reason}"
+            with self._lock:  # an interrupt may come between any two calls, but not inside this
+                if self._caller is None:
+                    self._caller = caller
+            if self._caller is not caller:
+                raise RuntimeError(
+                    "this step is already running: call it from one thread at a time"
                 )
-            return variant.run(flat.tensors, state)
+            return self._run(batch)
         finally:
-            self._lock.release()
+            with self._lock:
+                if self._caller is caller:
+                    self._caller = None
+
+    def _run(self, batch: Any) -> Any:
+        flat = tree.flatten(batch)
+        key = self._key(flat)
+        for variant in self._known(key, flat.structure):
+            state = variant.guard.fetch()
+            if state is not None:
+                self._variants.move_to_end(key)
+                return variant.run(flat.tensors, state)
+        variant = self._capture(batch, key)
+        state = variant.guard.fetch()
+        if state is None:
+            raise RekindleError(
+                f"the step cannot be told from a changed one: {variant.guard.reason}"
+            )
+        return variant.run(flat.tensors, state)
 
     def _key(self, flat: tree.Flat) -> Hashable:
         """All that a capture depends on, but for the tensors around the step."""
