@@ -12,6 +12,7 @@ import pytest
 import torch
 from equality import differences, same, snapshot
 from torch import nn
+from torch.nn import functional as F
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
 from torch.utils import _pytree as pytree
@@ -80,6 +81,27 @@ def test_the_zoo(name: str, precision: str) -> None:
 
     trace = rekindle.simulate(step.graph, profile)
     assert trace.peak_bytes == pytest.approx(measured_peak(work), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "loss", [F.mse_loss, F.smooth_l1_loss, F.soft_margin_loss, F.binary_cross_entropy, F.l1_loss]
+)
+def test_a_loss_keeps_the_memory_of_what_it_was_taken_over(loss: Any) -> None:
+    """Until the step ends, though it is one number: torch computes some in place."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Sigmoid())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = (torch.rand(512, 64), torch.rand(512, 64))
+
+    def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> torch.Tensor:
+        value = loss(model(batch[0]), batch[1])
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return value
+
+    step = rekindle.optimize(train_step, model, optimizer, batch, budget="100%", planner="none")
+    assert step.plan is not None
+    assert step.measure(batch, steps=1).peak_bytes == pytest.approx(step.plan.peak_bytes, abs=64)
 
 
 @pytest.mark.parametrize("name", ["bert-tiny", "gpt2-tiny"])

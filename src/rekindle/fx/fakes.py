@@ -48,6 +48,15 @@ def _group_norm_backward(op: OpOverload, *args: Any) -> Any:
     return (None if grad is None else torch.empty_like(grad, dtype=args[1].dtype), *others)
 
 
+def _loss(op: OpOverload, *args: Any) -> Any:
+    """A mean or sum that keeps the memory of all it was taken over; torch's fake has a scalar's."""
+    found: torch.Tensor = op(*args)
+    shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+    if found.dim() or not shape:
+        return found
+    return found.new_empty(shape).resize_(())
+
+
 def _cudnn_forward(op: OpOverload, *args: Any) -> Any:
     """Given no weight buffer, cuDNN makes one and returns it; torch says it returns none."""
     output, hy, cy, reserve, weight_buffer = op(*args)
@@ -70,6 +79,10 @@ def _cudnn_backward(op: OpOverload, *args: Any) -> Any:
 
 
 _SPECIAL: dict[str, Callable[..., Any]] = {
+    "aten::mse_loss": _loss,
+    "aten::smooth_l1_loss": _loss,
+    "aten::soft_margin_loss": _loss,
+    "aten::binary_cross_entropy": _loss,
     "aten::native_batch_norm": _batch_norm,
     "aten::native_group_norm": _group_norm,
     "aten::native_group_norm_backward": _group_norm_backward,
