@@ -43,7 +43,7 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, "--version") == (0, f"rekindle {rekindle.__version__}\n", "")
     code, out, err = run(capsys, "--help")
     assert (code, err) == (0, "")
-    for command in ("models", "demo", "profile", "plan", "run"):
+    for command in ("models", "demo", "profile", "plan", "run", "schemes"):
         assert f" {command} " in out
     assert run(capsys)[0] == 2
 

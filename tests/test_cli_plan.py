@@ -97,7 +97,9 @@ def test_everything_it_writes(
     code, out, err = run(capsys, "plan", saved, "--budget", "100%", *options)
     assert (code, err) == (0, "")
     assert out.rstrip().endswith(f"Written: {page}, {figure}, {plan}")
-    assert "Rekindle plan</title>" in Path(page).read_text(encoding="utf-8")
+    text = Path(page).read_text(encoding="utf-8")
+    assert "Rekindle plan</title>" in text
+    assert "Where everything lies" in text
     assert Path(figure).read_bytes().startswith(b"\x89PNG")
     load_plan(Path(plan)).check(tiny_step()[0])
     assert json.loads(Path(data).read_text())["planned"]["recompute_us"] == 120.0

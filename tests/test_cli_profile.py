@@ -64,7 +64,9 @@ def test_everything_it_writes(
     code, out, err = run(capsys, "profile", saved, *options)
     assert (code, err) == (0, "")
     assert out.rstrip().endswith(f"Written: {page}, {figure}, {table}, {again}")
-    assert "<title>tiny, batch 512, fp32 – Rekindle profile</title>" in Path(page).read_text()
+    text = Path(page).read_text(encoding="utf-8")
+    assert "<title>tiny, batch 512, fp32 – Rekindle profile</title>" in text
+    assert "Where everything lies" in text
     assert Path(figure).read_bytes().startswith(b"\x89PNG")
     assert len(list(csv.reader(Path(table).read_text().splitlines()))) == 8
     assert json.loads(Path(data).read_text())["step_us"] == 500.0

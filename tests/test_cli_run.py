@@ -245,8 +245,9 @@ def test_the_page_is_written(capsys: pytest.CaptureFixture[str], tmp_path: Path,
     code, out, err = run(capsys, "run", "train.py:make", *options, "--html", page)
     assert (code, err) == (0, "")
     assert out.endswith(f"Written: {page}\n")
-    title = "<title>train.py:make, batch 256, fp32 – Rekindle plan</title>"
-    assert title in Path(page).read_text(encoding="utf-8")
+    text = Path(page).read_text(encoding="utf-8")
+    assert "<title>train.py:make, batch 256, fp32 – Rekindle plan</title>" in text
+    assert "Where everything lies" in text
 
 
 def test_a_budget_that_cannot_be_met_names_one_that_can(

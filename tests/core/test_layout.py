@@ -90,6 +90,39 @@ def test_what_is_read_later_is_not_written_over() -> None:
     check_layout(graph, found)
 
 
+def test_roles_that_are_left_out() -> None:
+    """They have no address, nothing is written over them, and the rest lies as if they were not."""
+    sizes = [(KIB, Role.INPUT), (KIB, Role.TEMP), (KIB, Role.GRAD), (KIB, Role.TEMP)]
+    calls = [Call(FORWARD, [0], [1]), Call(FORWARD, [1], [2]), Call(FORWARD, [2], [3])]
+    graph = element_wise(step(storages(*sizes), [0], calls))
+    assert layout(graph).arena_bytes == KIB
+    for sharing, kibibytes in ((True, 1), (False, 2)):
+        found = layout(graph, sharing=sharing, roles=(Role.TEMP,))
+        assert found.storage.tolist() == [1, 3]
+        assert found.arena_bytes == kibibytes * KIB
+        assert not found.reuses
+        assert found.refusals == {0: "in0 was there before the step", 2: "v2 is not laid out"}
+    with pytest.raises(InvalidLayout, match="no address"):
+        check_layout(graph, found)
+
+
+@settings(max_examples=60, deadline=None)
+@given(made=steps(max_forward=14), seed=st.integers(0, 10**6))
+def test_roles_of_random_steps(made: tuple[StepGraph, Profile], seed: int) -> None:
+    """With nothing shared, the parts add up to the whole; with all roles, it is the whole."""
+    graph, whole, plan = random_layout(made, seed)
+    features = (Role.ACTIVATION, Role.GRAD_MAP, Role.TEMP, Role.OUTPUT)
+    others = [role for role in Role if role not in features]
+    apart = {"in_place": False, "sharing": False}
+    parts = [layout(graph, plan, roles=roles, **apart) for roles in (features, others)]
+    assert sum(part.arena_bytes for part in parts) == layout(graph, plan, **apart).arena_bytes
+    part = layout(graph, plan, roles=features)
+    assert part.lower_bound_bytes <= part.arena_bytes
+    assert all(graph.storages[storage].role in features for storage in part.storage)
+    again = layout(graph, plan, roles=tuple(Role))
+    assert again.arena_bytes == whole.arena_bytes
+
+
 def test_an_mlp_of_two_layers() -> None:
     """relu's result may lie over its input, which no other op reads; that of a product may not."""
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))

@@ -42,6 +42,7 @@ from rekindle.cli.options import (
     can_write_pages,
 )
 from rekindle.cli.output import new_console, print_written, working, write_json
+from rekindle.cli.schemes import compare_schemes
 from rekindle.cli.work import Profiled, Trained, profiled, trained
 from rekindle.core.serial import load_plan, save_plan, save_profile
 from rekindle.errors import InfeasibleBudget, PlanError, RekindleError, ReportError
@@ -211,13 +212,16 @@ def _shown_run(found: Trained, where: str, html_path: str | None) -> _Shown:
     plain, planned = rekindle.simulate(graph, profile), rekindle.simulate(graph, profile, plan)
     summary = summarize_plan(graph, profile, plain, plan, planned, about)
     if html_path:
-        plan_html.write_plan_html(Path(html_path), graph, profile, plain, planned, summary)
+        laid_out = rekindle.layout(graph, plan)
+        plan_html.write_plan_html(
+            Path(html_path), graph, profile, plain, planned, summary, layout=laid_out
+        )
     table = run_report.run_summary(title, comparison, summary)
     return _Shown(table, {**run_report.run_data(comparison, summary), **mode})
 
 
 def _exit_unless_held(rows: list[dict[str, Any]]) -> None:
-    if not all(row["equal"] and row["is_within_budget"] for row in rows):
+    if any(row["equal"] is False or not row["is_within_budget"] for row in rows):
         raise typer.Exit(1)
 
 
@@ -246,7 +250,7 @@ def profile_model(
         if save:
             save_profile(Path(save), graph, profile, about)
         if html_path:
-            html.write_html(Path(html_path), *step, about)
+            html.write_html(Path(html_path), *step, about, layout=rekindle.layout(graph))
         if png:
             figures.write_png(Path(png), *step, about)
         if csv:
@@ -324,7 +328,10 @@ def _plan_one(
     if save:
         save_plan(Path(save), plan)
     if html_path:
-        plan_html.write_plan_html(Path(html_path), graph, profile, plain, planned, summary)
+        laid_out = rekindle.layout(graph, plan)
+        plan_html.write_plan_html(
+            Path(html_path), graph, profile, plain, planned, summary, layout=laid_out
+        )
     if png:
         plan_figures.write_plan_png(Path(png), graph, plain, planned, summary)
     return _Shown(plan_terminal.plan_summary(summary), plan_data.plan_data(summary))
@@ -368,6 +375,9 @@ def _check_plan_options(
             "how much memory may the step take? Give --budget 8GiB, --budget 60% (of the plain "
             "step's own peak) or a number of bytes; or --pareto for all budgets."
         )
+
+
+app.command("schemes")(compare_schemes)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

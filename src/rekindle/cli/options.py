@@ -82,6 +82,21 @@ def _check_budget(budget: str | None) -> str | None:
     return budget
 
 
+def _check_sizes(sizes: str | None) -> str | None:
+    if sizes is not None:
+        parse_sizes(sizes)
+    return sizes
+
+
+def parse_sizes(sizes: str) -> list[int]:
+    """The sizes that a text names, each once, from the smallest up."""
+    try:
+        found = {int(size) for size in sizes.split(",")}
+    except ValueError:
+        raise typer.BadParameter(f"{sizes!r} are no sizes: write 50,152,1001, for one") from None
+    return sorted(found)
+
+
 JsonOption = Annotated[
     str | None,
     typer.Option(
@@ -118,6 +133,35 @@ DeviceOption = Annotated[
         metavar="cpu|cuda|NAME",
         help="Where the step runs and is measured; or the name of a GPU, H200 for one, whose times "
         "are estimated: no GPU is needed for that.",
+    ),
+]
+SchemesModelArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="resnet or lstm, each in several sizes; or, in the one size it has, any MODEL that "
+        "rekindle profile takes.",
+    ),
+]
+SizesOption = Annotated[
+    str | None,
+    typer.Option(
+        "--sizes",
+        metavar="N,M,…",
+        callback=_check_sizes,
+        help="The depths of the resnet, or the lengths of the lstm.",
+    ),
+]
+MeasureOption = Annotated[
+    bool,
+    typer.Option("--measure", help="Run the steps, too, on --device cpu or cuda: cpu unless told."),
+]
+SchemesDeviceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        metavar="cpu|cuda|NAME",
+        help="Whose operators and times to plan with; H200 unless told: no GPU is needed for that.",
     ),
 ]
 RunDeviceOption = Annotated[

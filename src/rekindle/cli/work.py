@@ -66,7 +66,7 @@ def trained(
 ) -> Trained:
     """Build a model twice and train it plainly and with what `optimize` makes of it."""
     asked = {name: value for name, value in how.items() if value is not None}
-    _check_can_run(model, asked.get("device"))
+    check_can_run(model, asked.get("device"))
     about: dict[str, Any] = {}
     places: set[str] = set()
     modes: set[bool] = set()
@@ -97,7 +97,7 @@ def trained(
         costs = rekindle.profile(captured, progress=tell)
         return rekindle.optimize(*parts, plan=plan, profile=costs)
 
-    with _named(model), _determinism_put_back():
+    with named(model), _determinism_put_back():
         comparison = compare(make, optimize, steps=steps, on_stage=tell)
     return Trained(comparison, about, ", ".join(sorted(places)) or "cpu", all(modes))
 
@@ -119,7 +119,7 @@ def _determinism_put_back() -> Iterator[None]:
         torch.use_deterministic_algorithms(before, warn_only=warn_only)
 
 
-def _check_can_run(model: str, device: str | None) -> None:
+def check_can_run(model: str, device: str | None) -> None:
     """Refuse what can be studied but not run, before the work starts."""
     if model.endswith(SAVED_SUFFIX):
         raise ModelError(
@@ -139,14 +139,21 @@ def profiled(model: str, how: dict[str, Any], *, cache: bool, tell: Tell) -> Pro
     if model.endswith(SAVED_SUFFIX):
         return _saved(model, asked, tell)
     device, runs = asked.pop("device", None), asked.pop("runs", 3)
-    is_forecast = is_named_gpu(device)
-    if is_forecast:
+    if is_named_gpu(device):
         find_device(device)  # an unknown name is refused before the work, not after
     tell("building")
-    work = models.load(model, device=None if is_forecast else device, **asked)
+    work = models.load(model, device=None if is_named_gpu(device) else device, **asked)
+    return profiled_work(work, model, device, cache=cache, runs=runs, tell=tell)
+
+
+def profiled_work(
+    work: models.Workload, model: str, device: str | None, *, cache: bool, runs: int, tell: Tell
+) -> Profiled:
+    """Capture and profile what was built; `device` may be the name of a GPU, for a forecast."""
+    is_forecast = is_named_gpu(device)
     tell("capturing")
     parts = (work.train_step, work.model, work.optimizer, work.batch)
-    with _named(model):
+    with named(model):
         captured = rekindle.capture(*parts, as_on_gpu=is_forecast)
     tell("profiling")
     profile = rekindle.profile(
@@ -157,7 +164,7 @@ def profiled(model: str, how: dict[str, Any], *, cache: bool, tell: Tell) -> Pro
 
 
 @contextmanager
-def _named(model: str) -> Iterator[None]:
+def named(model: str) -> Iterator[None]:
     """Let an error of the user's own step say whose it is."""
     try:
         yield

@@ -93,7 +93,18 @@ def build(
     >>> loss.shape
     torch.Size([])
     """
-    spec = find(name)
+    return build_spec(find(name), batch=batch, precision=precision, device=device, **size)
+
+
+def build_spec(
+    spec: ModelSpec,
+    *,
+    batch: int | None = None,
+    precision: str = "fp32",
+    device: str | torch.device = "cpu",
+    **size: int,
+) -> Workload:
+    """What `build` does for a model that need not be in the zoo."""
     batch_size = spec.default_batch if batch is None else batch
     check_batch(batch_size)
     check_precision(precision)
@@ -105,7 +116,7 @@ def build(
     optimizer = AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     train_step = make_train_step(parts.loss_fn, precision=precision, device_type=target.type)
     return Workload(
-        name=name,
+        name=spec.name,
         train_step=train_step,
         model=model,
         optimizer=optimizer,

@@ -94,3 +94,40 @@ def lstm(
     text = torch.randint(vocab, (batch, sequence + 1))
     tokens, targets = text[:, :-1].contiguous(), text[:, 1:].contiguous()
     return Parts(model, (tokens, targets), next_token_loss)
+
+
+class SteppedLSTM(LSTMLanguageModel):
+    """The same network; each position is embedded, scored and judged before the next one comes.
+
+    Nothing in it is as long as the sequence, but for what one position leaves to the next.
+    """
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        zeros = self.decoder.weight.new_zeros(tokens.shape[0], self.decoder.in_features)
+        states = [(zeros, zeros) for _ in self.cells]
+        total = zeros.new_zeros(())
+        for token, target in zip(tokens.unbind(dim=1), targets.unbind(dim=1), strict=True):
+            x = self.embedding(token)
+            for layer, cell in enumerate(self.cells):
+                states[layer] = cell(x, *states[layer])
+                x = states[layer][0]
+            total = total + F.cross_entropy(self.decoder(x), target)
+        return total / tokens.shape[1]
+
+
+def stepped_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """What ``next_token_loss`` is, summed up on the way."""
+    assert isinstance(model, SteppedLSTM)
+    return model.loss(*batch)
+
+
+def lstm_stepped(
+    length: int, batch: int, *, hidden: int = 256, vocab: int = 1000, layers: int = 2
+) -> Parts:
+    """Next-token prediction over ``length`` positions, of which each has memory of its own only.
+
+    In ``lstm``, the scores of all positions are there before the first loss is taken. That grows
+    with the sequence, whatever is dropped and computed again.
+    """
+    parts = lstm(batch, sequence=length, hidden=hidden, vocab=vocab, layers=layers)
+    return Parts(SteppedLSTM(vocab, hidden, layers), parts.batch, stepped_loss)

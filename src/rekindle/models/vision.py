@@ -20,6 +20,31 @@ def resnet(depth: int, batch: int, *, image: int = 224, classes: int = 1000) -> 
     return Parts(model, _images(batch, image, classes), classification_loss)
 
 
+def resnet_of_depth(depth: int, batch: int, *, image: int = 224, classes: int = 1000) -> Parts:
+    """A ResNet of as many layers as asked for, of three to a block, and two beside the blocks.
+
+    It grows as ResNet-50, 101 and 152 do: almost only in its third stage.
+    """
+    blocks, stages = (depth - 2) // 3, require("torchvision.models.resnet")
+    model = stages.ResNet(stages.Bottleneck, blocks_of_stages(blocks), num_classes=classes)
+    return Parts(model, _images(batch, image, classes), classification_loss)
+
+
+def blocks_of_stages(blocks: int) -> list[int]:
+    """How the blocks of a ResNet are divided among its four stages.
+
+    >>> blocks_of_stages(16), blocks_of_stages(33), blocks_of_stages(50), blocks_of_stages(333)
+    ([3, 4, 6, 3], [3, 4, 23, 3], [3, 8, 36, 3], [3, 8, 319, 3])
+    >>> blocks_of_stages(6)
+    [1, 2, 2, 1]
+    """
+    if blocks >= 16:
+        second = 8 if blocks >= 50 else 4
+        return [3, second, blocks - 6 - second, 3]
+    each, rest = divmod(blocks, 4)
+    return [each + (rest > place) for place in (2, 1, 0, 3)]
+
+
 def resnet_tiny(
     batch: int, *, image: int = 32, width: int = 16, blocks: int = 1, classes: int = 10
 ) -> Parts:

@@ -79,6 +79,7 @@ class Session:
         self.problem = problem
         self.network = CutNetwork(problem)
         self.bound = Bound(problem, self.network)
+        self._last: tuple[int, Candidate | None] | None = None  # what was asked, and found
 
     def plan(self, budget_bytes: int) -> Plan:
         """The cheapest plan found within the budget."""
@@ -97,6 +98,11 @@ class Session:
 
     def best(self, budget_bytes: int) -> Candidate | None:
         """The cheapest candidate that fits; None where none does."""
+        if self._last is None or self._last[0] != budget_bytes:
+            self._last = budget_bytes, self._best(budget_bytes)
+        return self._last[1]  # whoever was told the least peak asks for it next
+
+    def _best(self, budget_bytes: int) -> Candidate | None:
         plain = self._candidate(keep_all(self.problem))
         if plain.peak_bytes <= budget_bytes:
             return plain
