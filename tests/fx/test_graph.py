@@ -163,7 +163,7 @@ MLP_STORAGES: list[tuple[str, int, Role]] = [
     ("addmm", 2 * 4, Role.TEMP),  # relu's backward reads relu's output
     ("relu", 2 * 4, Role.ACTIVATION),
     ("addmm_1", 2 * 3, Role.ACTIVATION),
-    ("mse_loss", 1, Role.OUTPUT),
+    ("mse_loss", 2 * 3, Role.OUTPUT),  # torch computes it in the memory of all differences
     ("ones_like", 1, Role.GRAD_MAP),
     ("mse_loss_backward t_2", 2 * 3, Role.GRAD_MAP),
     ("mm", 2 * 4, Role.GRAD_MAP),
