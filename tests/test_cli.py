@@ -11,18 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from commands import check_refused, run
 
 import rekindle
 from rekindle import cli, models
 from rekindle.errors import CaptureError, ModelError
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    """The exit code, standard output and standard error of one command."""
-    with pytest.raises(SystemExit) as caught:
-        cli.main(arguments)
-    out, err = capsys.readouterr()
-    return int(caught.value.code or 0), out, err
 
 
 @pytest.fixture(autouse=True)
@@ -201,11 +194,7 @@ def test_a_folder_that_cannot_be_made_is_refused_before_the_training(
 def test_wrong_usage_is_told_in_one_line(
     capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
-    code, out, err = run(capsys, *arguments)
-    assert (code, out) == (2, "")
-    assert err.startswith("rekindle: ")
-    assert message in err
-    assert err.count("\n") == 1
+    check_refused(capsys, message, *arguments)
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ import re
 from pathlib import Path
 
 import pytest
+from commands import run
 from tiny_step import ABOUT, PEAK_BYTES, tiny_plan, tiny_step
 
-from rekindle import cli
 from rekindle.core.cost import Profile
 from rekindle.core.ir import StepGraph
 from rekindle.core.schedule import Plan
@@ -48,14 +48,6 @@ def saved(tmp_path: Path) -> str:
     path = tmp_path / "tiny.json.gz"
     save_profile(path, graph, profile, ABOUT)
     return str(path)
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    """The exit code, standard output and standard error of one command."""
-    with pytest.raises(SystemExit) as caught:
-        cli.main(arguments)
-    out, err = capsys.readouterr()
-    return int(caught.value.code or 0), out, err
 
 
 def test_one_plan(capsys: pytest.CaptureFixture[str], saved: str) -> None:

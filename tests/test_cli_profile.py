@@ -8,18 +8,10 @@ import json
 from pathlib import Path
 
 import pytest
+from commands import check_refused, run
 from tiny_step import ABOUT, PEAK_BYTES, tiny_step
 
-from rekindle import cli
 from rekindle.core.serial import load_profile, save_profile
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    """The exit code, standard output and standard error of one command."""
-    with pytest.raises(SystemExit) as caught:
-        cli.main(arguments)
-    out, err = capsys.readouterr()
-    return int(caught.value.code or 0), out, err
 
 
 @pytest.fixture
@@ -134,11 +126,7 @@ def test_a_function_in_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path
 def test_bad_input_is_told_in_one_line(
     capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
-    code, out, err = run(capsys, *arguments)
-    assert (code, out) == (2, "")
-    assert err.startswith("rekindle: ")
-    assert message in err
-    assert err.count("\n") == 1
+    check_refused(capsys, message, *arguments)
 
 
 @pytest.mark.parametrize("option", ["--batch", "--precision", "--runs"])

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from commands import run
 from tiny_step import ABOUT, tiny_step
 
 import rekindle
-from rekindle import cli
 from rekindle.cli import work
 from rekindle.core.serial import load_plan, save_profile
 
@@ -85,14 +85,6 @@ def in_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Profiles are kept in that folder, too: what is measured once is measured for all tests."""
     monkeypatch.chdir(folder)
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    """The exit code, standard output and standard error of one command."""
-    with pytest.raises(SystemExit) as caught:
-        cli.main(arguments)
-    out, err = capsys.readouterr()
-    return int(caught.value.code or 0), out, err
 
 
 def run_as_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import commands
 import pytest
 from tiny_step import ABOUT, tiny_step
 
-from rekindle import cli
 from rekindle.cli import schemes as command
 from rekindle.core.serial import save_profile
 from rekindle.schemes import SCHEMES
@@ -23,11 +23,8 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    """The exit code, standard output and standard error of one command."""
-    with pytest.raises(SystemExit) as caught:
-        cli.main(("schemes", *arguments))
-    out, err = capsys.readouterr()
-    return int(caught.value.code or 0), out, err
+    """The exit code, standard output and standard error of `rekindle schemes`."""
+    return commands.run(capsys, "schemes", *arguments)
 
 
 def test_several_sizes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -132,8 +129,4 @@ def test_what_does_not_fit_is_not_run(
 def test_bad_input_is_told_in_one_line(
     capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
-    code, out, err = run(capsys, *arguments)
-    assert (code, out) == (2, "")
-    assert err.startswith("rekindle: ")
-    assert message in err
-    assert err.count("\n") == 1
+    commands.check_refused(capsys, message, "schemes", *arguments)

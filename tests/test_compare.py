@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from square_step import square_step as train_step
 from torch import nn
 
 import rekindle
@@ -20,14 +21,6 @@ BATCH = torch.linspace(0, 1, 12).reshape(3, 4)
 @pytest.fixture(autouse=True)
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-
-
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> torch.Tensor:
-    loss = model(batch).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
 
 
 def make() -> Parts:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from equality import differences, same, snapshot
+from square_step import square_step as train_step
 from torch import nn
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity
@@ -149,14 +150,6 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         noise = torch.rand(x.shape, generator=self.generator)
         return nn.functional.dropout(self.norm(self.linear(x + noise)), 0.2)
-
-
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> torch.Tensor:
-    loss = model(batch).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
 
 
 def profiled(

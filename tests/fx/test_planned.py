@@ -17,6 +17,7 @@ from fx.test_random_modules import CHANNELS, OPTIMIZERS, SIDE, WIDTH, bodies
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import Phase as HypothesisPhase
 from hypothesis import strategies as st
+from square_step import square_step
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -327,14 +328,6 @@ class Masked(nn.Module):
         x = F.dropout(F.silu(self.layers[1](x)), 0.2, inplace=True)
         x, _ = torch.native_dropout(F.gelu(self.layers[2](x)), 0.4, train=True)
         return torch.tanh(x) * torch.rand_like(x)
-
-
-def square_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> torch.Tensor:
-    loss = model(batch).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
 
 
 def dropping_all(*given: Any, planner: str = "all") -> rekindle.TrainStep:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from square_step import square_step as train_step
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -30,14 +31,6 @@ from rekindle.plan.problem import Problem, problem_of
 from rekindle.plan.result import finish
 
 Parts = tuple[Callable[..., Any], nn.Module, torch.optim.Optimizer, Any]
-
-
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> torch.Tensor:
-    loss = model(batch).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
 
 
 def parts(model: nn.Module, batch: torch.Tensor) -> Parts:

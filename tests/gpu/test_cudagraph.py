@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from square_step import square_step as train_step
 from torch import nn
 from torch.nn import functional as F
 
@@ -32,14 +33,6 @@ def _deterministic(monkeypatch: pytest.MonkeyPatch) -> Any:
     yield
     torch.use_deterministic_algorithms(False)
     gc.collect()
-
-
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> torch.Tensor:
-    loss = model(batch).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
 
 
 class Noisy(nn.Module):

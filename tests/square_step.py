@@ -1,0 +1,17 @@
+"""The plainest training step: the mean square of what the model says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def square_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> torch.Tensor:
+    """Forward, loss, backward, update, and no gradients left."""
+    loss: torch.Tensor = model(batch).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
