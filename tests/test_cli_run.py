@@ -422,3 +422,24 @@ def test_a_plain_step_that_does_not_fit_is_said_and_no_failure(
     assert data["equal"] is None
     assert data["measured"]["plain"] is None
     assert data["measured"]["planned"]["peak_bytes"] <= data["budget_bytes"]
+
+
+def test_without_a_deterministic_algorithm_it_starts_again(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch refuses such an operator in the strict mode, and warns in the other."""
+    compare = work.compare
+    modes: list[bool] = []
+
+    def refusing(make: Any, *args: Any, **options: Any) -> Any:
+        monkeypatch.setattr(torch.nn.Parameter, "is_cuda", True, raising=False)
+        make()
+        monkeypatch.delattr(torch.nn.Parameter, "is_cuda")
+        modes.append(torch.is_deterministic_algorithms_warn_only_enabled())
+        if not modes[-1]:
+            raise RuntimeError("this_op does not have a deterministic implementation, but …")
+        return compare(make, *args, **options)
+
+    monkeypatch.setattr(work, "compare", refusing)
+    code, _, _ = run(capsys, "run", "train.py:make", *WITHIN)
+    assert (code, modes) == (0, [False, True])

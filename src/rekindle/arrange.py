@@ -15,6 +15,7 @@ from rekindle.core.simulate import simulate
 from rekindle.errors import InfeasibleBudget, PlanError
 from rekindle.fx import cache as profile_cache
 from rekindle.fx import interpret, measure
+from rekindle.fx.meters import clear_workspaces
 from rekindle.fx.recording import Recording
 from rekindle.fx.step import Arrangement
 from rekindle.plan.named import find_planner
@@ -22,7 +23,6 @@ from rekindle.units import format_bytes, parse_budget
 
 log = logging.getLogger("rekindle")
 
-_MOST_FOR_LIBRARIES = 256 << 20
 # How far the allocator may be above the forecast, as a share of the budget. CUDA's hands out blocks
 # of up to a mebibyte more than was asked for, as it happens to have them.
 _MARGINS = {"exact": 0.0005, "cuda": 0.005}
@@ -38,33 +38,32 @@ def measured_profile(
     runs: int = 3,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Profile:
-    """A measured profile, from the cache where it is there."""
+    """A measured profile, from the cache where it is there.
+
+    What CUDA's libraries allocate is kept with it; what else is there beside the step is counted
+    each time.
+    """
     name, versions = measure.device_name(device), measure.versions(device)
+    beside = _bytes_beside(recording, batch or [], device)
     kept = profile_cache.load(graph, name, versions) if cache and runs <= 3 else None
     if kept is not None:
-        return _as_of_now(kept, recording, batch or [], device)
+        return replace(kept, overhead_bytes=kept.overhead_bytes + beside)
     measured = measure.measure_profile(
         recording, graph, batch, device, runs=runs, progress=progress
     )
     if cache:
-        profile_cache.save(graph, measured)
+        libraries = max(0, measured.overhead_bytes - beside)
+        profile_cache.save(graph, replace(measured, overhead_bytes=libraries))
     return measured
 
 
-def _as_of_now(
-    kept: Profile, recording: Recording, batch: list[torch.Tensor], device: torch.device
-) -> Profile:
-    """A profile from another time, with what is allocated beside the step today.
-
-    What was there beside it then counts up to what CUDA's libraries may hold, which they allocate
-    when they are first used; the rest was something else in that process.
-    """
+def _bytes_beside(recording: Recording, batch: list[torch.Tensor], device: torch.device) -> int:
+    """What is allocated beside the step before libraries take their part."""
     if device.type != "cuda":
-        return kept
+        return 0
+    clear_workspaces()
     resident = interpret.resident_bytes(recording, batch, device)
-    beside = torch.cuda.memory_allocated(device) - resident
-    overhead = max(beside, min(kept.overhead_bytes, beside + _MOST_FOR_LIBRARIES))
-    return replace(kept, overhead_bytes=max(0, overhead))
+    return max(0, torch.cuda.memory_allocated(device) - resident)
 
 
 class Arranger:
@@ -115,18 +114,19 @@ class Arranger:
     def again(self, graph: StepGraph, before: Arrangement, peak_bytes: int) -> Arrangement | None:
         """Another plan where a step was found to need more than its budget; None if there is none.
 
-        The new plan stays as far below the budget as the measured peak was above the forecast.
+        What the step took beyond the forecast is taken to be there all the time.
         """
         if before.profile is None:
             return None
-        difference = peak_bytes - before.plan.peak_bytes
+        more = peak_bytes - before.plan.peak_bytes
+        profile = replace(before.profile, overhead_bytes=before.profile.overhead_bytes + more)
         try:
-            plan = self._make(graph, before.profile, before.budget_bytes - difference)
+            plan = self._make(graph, profile, before.budget_bytes)
         except InfeasibleBudget as error:
             log.warning("there is no other plan with room for that: %s", error)
             return None
         plan.check(graph)
-        return before._replace(plan=plan)
+        return before._replace(plan=plan, profile=profile)
 
     def _within(self, graph: StepGraph, profile: Profile, budget_bytes: int, margin: int) -> Plan:
         """A plan that leaves a margin below the budget, unless only the whole budget will do."""

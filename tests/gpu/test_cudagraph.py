@@ -29,7 +29,7 @@ Parts = tuple[Callable[..., Any], nn.Module, torch.optim.Optimizer, Any]
 @pytest.fixture(autouse=True)
 def _deterministic(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
     gc.collect()
@@ -123,7 +123,7 @@ def test_a_new_seed_between_steps_is_followed() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
 
 
-CASES = [("resnet18", 32, "60%"), ("bert-base", 8, "80%"), ("vit", 16, "60%"), ("gpt2", 2, "80%")]
+CASES = [("resnet18", 64, "70%"), ("bert-base", 8, "80%"), ("vit", 32, "60%"), ("gpt2", 2, "80%")]
 
 
 @pytest.mark.filterwarnings("ignore:.*deterministic.*")
@@ -264,6 +264,7 @@ def test_a_capture_that_fails_leaves_the_generator_usable(monkeypatch: pytest.Mo
 def test_reserved_memory_stays_close_to_the_peak() -> None:
     gc.collect()
     torch.cuda.empty_cache()
+    there = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()  # of other tests
     work = models.build("bert-base", batch=16, precision="bf16", device="cuda")
     parts = (work.train_step, work.model, work.optimizer, work.batch)
     watched = Watched(budget="70%")
@@ -271,4 +272,4 @@ def test_reserved_memory_stays_close_to_the_peak() -> None:
     for _ in range(4):
         step(work.batch)
     watched.check_graphs()
-    assert torch.cuda.memory_reserved() <= 1.08 * watched.engine.peak_bytes
+    assert torch.cuda.memory_reserved() - there <= 1.08 * watched.engine.peak_bytes

@@ -16,14 +16,14 @@ from rekindle.fx.timing import measure
 @pytest.fixture
 def _deterministic(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
     yield
     torch.use_deterministic_algorithms(False)
 
 
 # Dropout, attention with dropout, batch norm with statistics and in-place ops are all in these.
-CASES = [("resnet18", 32, "60%"), ("bert-base", 8, "80%"), ("vit", 16, "60%"), ("gpt2", 2, "80%")]
+CASES = [("resnet18", 64, "70%"), ("bert-base", 8, "80%"), ("vit", 32, "60%"), ("gpt2", 2, "80%")]
 
 
 def parts(name: str, batch: int, precision: str) -> tuple[Any, ...]:

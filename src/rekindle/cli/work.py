@@ -27,6 +27,7 @@ from rekindle.fx import where
 from rekindle.fx.compare import Parts, compare
 from rekindle.fx.measure import device_name
 
+_IS_RANDOM = "does not have a deterministic implementation"
 _NAMED_HERE = ("cpu", "cuda")  # any other device is a GPU's name
 
 Tell = Callable[[str], None]
@@ -70,6 +71,7 @@ def trained(
     about: dict[str, Any] = {}
     places: set[str] = set()
     modes: set[bool] = set()
+    strictly = True
 
     def make() -> Parts:
         random.seed(0)
@@ -78,7 +80,7 @@ def trained(
         about.update(model=work.name, batch=work.batch_size, precision=work.precision)
         places.update(device_name(param.device) for param in work.model.parameters())
         if any(param.is_cuda for param in work.model.parameters()):
-            _be_deterministic()
+            _be_deterministic(strictly=strictly)
         modes.add(torch.are_deterministic_algorithms_enabled())
         return work.train_step, work.model, work.optimizer, work.batch
 
@@ -98,14 +100,25 @@ def trained(
         return rekindle.optimize(*parts, plan=plan, profile=costs)
 
     with named(model), _determinism_put_back():
-        comparison = compare(make, optimize, steps=steps, on_stage=tell)
+        try:
+            comparison = compare(make, optimize, steps=steps, on_stage=tell)
+        except RuntimeError as error:
+            if _IS_RANDOM not in str(error):
+                raise
+            tell("an operator has no deterministic algorithm: starting again without")
+            torch.use_deterministic_algorithms(False)
+            strictly = False
+            comparison = compare(make, optimize, steps=steps, on_stage=tell)
     return Trained(comparison, about, ", ".join(sorted(places)) or "cpu", all(modes))
 
 
-def _be_deterministic() -> None:
-    """On a GPU, two plain trainings need not agree otherwise; what cannot be so is warned about."""
+def _be_deterministic(*, strictly: bool) -> None:
+    """On a GPU, two plain trainings need not agree otherwise; what cannot be so is warned about.
+
+    Attention has a deterministic algorithm that torch takes only where nothing else will do.
+    """
     if not torch.are_deterministic_algorithms_enabled():
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.use_deterministic_algorithms(True, warn_only=not strictly)
 
 
 @contextmanager

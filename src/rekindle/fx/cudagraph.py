@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import fx
@@ -26,6 +27,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from rekindle.fx import rng
 from rekindle.fx.cuda_random import Randomness, revive
 from rekindle.fx.execute import Program
+from rekindle.fx.meters import clear_workspaces
 from rekindle.fx.parts import Part, split
 from rekindle.fx.tape import Kind
 
@@ -57,19 +59,25 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """Captures CUDA graphs, all in one pool of memory: they never run at the same time."""
+    """Captures CUDA graphs, all in one pool of memory: they never run at the same time.
+
+    A pool lives as long as one of its graphs does, and cannot be used again after that.
+    """
 
     device_type = "cuda"
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
+        self._pool: Any = None
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
 
     def capture(
         self, run: Callable[[], list[Any]], generators: list[torch.Generator]
     ) -> tuple[Graph, list[Any]]:
         graph = torch.cuda.CUDAGraph()
+        if not self._graphs:
+            self._pool = torch.cuda.graph_pool_handle()
         for generator in generators:
             graph.register_generator_state(generator)
         try:
@@ -84,6 +92,7 @@ class CudaRecorder:
             for generator in (rng.generator_of(str(self._device)), *generators):
                 revive(generator)
             raise
+        self._graphs.add(graph)
         return graph, results
 
     def peak_bytes(self) -> int:
@@ -97,7 +106,7 @@ def _quiet(device: torch.device) -> Iterator[None]:
     """Nothing is under way on the device, no memory is held for later, no garbage is collected."""
     torch.cuda.synchronize(device)
     gc.collect()
-    torch._C._cuda_clearCublasWorkspaces()  # a stream has its own, held by the library
+    clear_workspaces()
     torch.cuda.empty_cache()
     was_enabled = gc.isenabled()
     gc.disable()
@@ -106,7 +115,7 @@ def _quiet(device: torch.device) -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-        torch._C._cuda_clearCublasWorkspaces()
+        clear_workspaces()
 
 
 @dataclass(frozen=True, eq=False)

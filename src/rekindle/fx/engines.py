@@ -31,7 +31,7 @@ class EngineMaker:
     def __init__(self, name: str, device: torch.device) -> None:
         check_engine(name)
         self._recorder: Recorder | None = None
-        if name == "cudagraph" and device.type == "cuda":
+        if name != "python" and device.type == "cuda":
             self._recorder = CudaRecorder(device)
         elif name == "cudagraph":
             log.info("running without CUDA graphs: the model is on the %s", device.type)

@@ -93,6 +93,8 @@ class CudaMeter:
                 run(plainly)
         except RuntimeError:  # something in the step cannot be captured
             return None
+        finally:
+            clear_workspaces()  # the stream of the capture has its own, held by the library
         samples = []
         for _ in range(8):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -159,6 +161,14 @@ class CpuMeter:
 
     def transfer_rates(self) -> tuple[float, float]:
         return 0.0, 0.0
+
+
+def clear_workspaces() -> None:
+    """Give back what cuBLAS holds for each stream and thread; it takes it anew where it needs it.
+
+    A plain step leaves what its backward thread has used, and a capture what its stream has.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
 
 
 def peak_bytes(step: Callable[[], Any], device: torch.device, around: Iterable[Any]) -> int:

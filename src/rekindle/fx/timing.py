@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -34,20 +35,36 @@ def measure(
 ) -> Measurement:
     """Run `step` to warm up, once to watch memory, then a few times for the time.
 
-    `around` returns the tensors that are there before a step, asked for once the step is warm:
-    on the CPU they count for what nothing else tells.
+    On CUDA, steps are launched one after the other without waiting, as in a training loop, and a
+    sample is the time between the ends of two of them on the device. `around` returns the tensors
+    that are there before a step, asked for once the step is warm: on the CPU they count for what
+    nothing else tells.
     """
     for _ in range(warmup):
         step()
     peak = peak_bytes(step, device, around())
+    samples = _cuda_samples_us(step, steps) if device.type == "cuda" else _samples_us(step, steps)
+    return Measurement(peak, statistics.median(samples), tuple(samples))
+
+
+def _samples_us(step: Callable[[], Any], steps: int) -> list[float]:
     samples = []
     for _ in range(steps):
         start = time.perf_counter()
         step()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
         samples.append((time.perf_counter() - start) * 1e6)
-    return Measurement(peak, statistics.median(samples), tuple(samples))
+    return samples
+
+
+def _cuda_samples_us(step: Callable[[], Any], steps: int) -> list[float]:
+    ends = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    step()  # so that the first one measured is launched while another runs, too
+    ends[0].record()
+    for end in ends[1:]:
+        step()
+        end.record()
+    ends[-1].synchronize()
+    return [a.elapsed_time(b) * 1e3 for a, b in pairwise(ends)]
 
 
 def tensors_around(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> list[Any]:
