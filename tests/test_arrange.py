@@ -28,7 +28,7 @@ def profile() -> Any:
 
 def test_a_plan_stays_a_little_below_its_budget(profile: Any) -> None:
     step = rekindle.optimize(*parts(), budget="70%", profile=profile)
-    plain = rekindle.simulate(step.graph, profile).peak_bytes
+    plain = rekindle.simulate(step.captured.graph, profile).peak_bytes
     assert step.plan is not None
     assert step.budget_bytes == int(plain * 0.7)
     assert step.plan.budget_bytes == step.budget_bytes - int(step.budget_bytes * 0.0005)

@@ -98,7 +98,8 @@ def optimize(
     True
     """
     if budget is None and plan is None:
-        return TrainStep(CapturedStep(train_step, model, optimizer, batch, engine=engine))
+        parts = (train_step, model, optimizer, batch)
+        return TrainStep(CapturedStep(*parts, engine=engine, improves=True))
     if budget is not None and plan is not None:
         raise PlanError("a plan has its budget with it: give a budget or a plan, not both.")
     within = plan.budget_bytes if plan is not None else budget

@@ -5,16 +5,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
 from rekindle.core.cost import Profile
-from rekindle.core.ir import StepGraph
+from rekindle.core.improve import UPDATE_TARGET, carry_over
+from rekindle.core.ir import Role, StepGraph
 from rekindle.core.schedule import Plan
-from rekindle.core.simulate import simulate
+from rekindle.core.simulate import ROLES, simulate
 from rekindle.errors import InfeasibleBudget, PlanError
 from rekindle.fx import cache as profile_cache
 from rekindle.fx import interpret, measure
+from rekindle.fx.forms import improved, with_early_updates
 from rekindle.fx.meters import clear_workspaces
 from rekindle.fx.recording import Recording
 from rekindle.fx.step import Arrangement
@@ -23,6 +26,8 @@ from rekindle.units import format_bytes, parse_budget
 
 log = logging.getLogger("rekindle")
 
+_MATTERS = 0.02  # of the peak: gradients that are less are not worth calling the optimizer for
+_CALL_US = 50.0  # what a call of the optimizer costs beside its kernels
 # How far the allocator may be above the forecast, as a share of the budget. CUDA's hands out blocks
 # of up to a mebibyte more than was asked for, as it happens to have them.
 _MARGINS = {"exact": 0.0005, "cuda": 0.005}
@@ -66,6 +71,15 @@ def _bytes_beside(recording: Recording, batch: list[torch.Tensor], device: torch
     return max(0, torch.cuda.memory_allocated(device) - resident)
 
 
+class _Captured(NamedTuple):
+    """A captured step that is to be planned: what it costs, and what it and its engine may take."""
+
+    graph: StepGraph
+    profile: Profile
+    budget_bytes: int
+    extra_bytes: int
+
+
 class Arranger:
     """Plans every capture of a step for one budget.
 
@@ -98,20 +112,27 @@ class Arranger:
         """
         (profile, plan), self._given = self._given, (None, None)
         if plan is not None:
-            plan.check(graph)
-            return Arrangement(plan, profile, plan.budget_bytes)
+            return _as_planned(recording, graph, plan, profile)
         if profile is None:
             profile = measured_profile(recording, graph, batch, device)
             if device.type == "cuda":
                 torch.cuda.empty_cache()  # measuring needs more memory than the step will
         budget_bytes = parse_budget(self._budget, simulate(graph, profile).peak_bytes)
-        profile = replace(profile, overhead_bytes=profile.overhead_bytes + extra_bytes)
-        margin = int(budget_bytes * _MARGINS.get(profile.allocator, 0.0))
-        return Arrangement(
-            self._within(graph, profile, budget_bytes, margin), profile, budget_bytes
-        )
+        captured = _Captured(graph, profile, budget_bytes, extra_bytes)
+        form = improved(recording, graph)
+        early = with_early_updates(recording, form)
+        try:
+            at_end = self._within(form, captured)
+        except InfeasibleBudget as error:
+            return self._first_within([early or form, graph], captured, error)
+        if early is None or not _holds_gradients(at_end):
+            return at_end
+        try:
+            return min(at_end, self._within(early, captured), key=_added_us)
+        except InfeasibleBudget:  # not every planner finds a plan wherever there is one
+            return at_end
 
-    def again(self, graph: StepGraph, before: Arrangement, peak_bytes: int) -> Arrangement | None:
+    def again(self, before: Arrangement, peak_bytes: int) -> Arrangement | None:
         """Another plan where a step was found to need more than its budget; None if there is none.
 
         What the step took beyond the forecast is taken to be there all the time.
@@ -121,27 +142,78 @@ class Arranger:
         more = peak_bytes - before.plan.peak_bytes
         profile = replace(before.profile, overhead_bytes=before.profile.overhead_bytes + more)
         try:
-            plan = self._make(graph, profile, before.budget_bytes)
+            plan = self._make(before.graph, profile, before.budget_bytes)
         except InfeasibleBudget as error:
             log.warning("there is no other plan with room for that: %s", error)
             return None
-        plan.check(graph)
+        plan.check(before.graph)
         return before._replace(plan=plan, profile=profile)
 
-    def _within(self, graph: StepGraph, profile: Profile, budget_bytes: int, margin: int) -> Plan:
+    def _first_within(
+        self, forms: list[StepGraph], captured: _Captured, error: InfeasibleBudget
+    ) -> Arrangement:
+        """A plan of the first form of a step that has one; else the error that came closest."""
+        for form in forms:
+            try:
+                return self._within(form, captured)
+            except InfeasibleBudget as other:
+                error = min(error, other, key=lambda each: each.least_peak_bytes)
+        raise error
+
+    def _within(self, running: StepGraph, captured: _Captured) -> Arrangement:
         """A plan that leaves a margin below the budget, unless only the whole budget will do."""
+        profile, budget_bytes = captured.profile, captured.budget_bytes
+        costs = carry_over(profile, captured.graph, running)
+        costs = replace(costs, overhead_bytes=costs.overhead_bytes + captured.extra_bytes)
+        margin = int(budget_bytes * _MARGINS.get(profile.allocator, 0.0))
         try:
-            plan = self._make(graph, profile, budget_bytes - margin)
+            plan = self._make(running, costs, budget_bytes - margin)
         except PlanError as error:
             least = getattr(error, "least_peak_bytes", 0)
             if least > budget_bytes:
                 raise InfeasibleBudget(budget_bytes=budget_bytes, least_peak_bytes=least) from None
-            plan = self._make(graph, profile, budget_bytes)
-        plan.check(graph)
+            plan = self._make(running, costs, budget_bytes)
+        plan.check(running)
         log.info(
             "planned for %s: a peak of %s, %.1f ms of recomputation",
             format_bytes(budget_bytes),
             format_bytes(plan.peak_bytes),
             plan.recompute_us / 1e3,
         )
-        return plan
+        return Arrangement(plan, running, costs, profile, budget_bytes)
+
+
+def _as_planned(
+    recording: Recording, graph: StepGraph, plan: Plan, profile: Profile | None
+) -> Arrangement:
+    """A plan made before: of the step as it was captured, or as it was improved then."""
+    running = graph_of(plan, recording, graph) or graph
+    plan.check(running)
+    costs = None if profile is None else carry_over(profile, graph, running)
+    return Arrangement(plan, running, costs, profile, plan.budget_bytes)
+
+
+def graph_of(plan: Plan, recording: Recording, graph: StepGraph) -> StepGraph | None:
+    """The form of a captured step that a plan is of; None if it is of another step."""
+    if plan.fingerprint == graph.fingerprint:
+        return graph
+    form = improved(recording, graph)
+    if plan.fingerprint == form.fingerprint:
+        return form
+    early = with_early_updates(recording, form)
+    return early if early is not None and plan.fingerprint == early.fingerprint else None
+
+
+def _holds_gradients(arranged: Arrangement) -> bool:
+    """Whether weights' gradients matter for the peak, so that updating early could help."""
+    assert arranged.profile is not None
+    trace = simulate(arranged.graph, arranged.profile, arranged.plan)
+    is_high = trace.live_bytes >= (1 - _MATTERS) * trace.peak_bytes
+    grads = trace.by_role[ROLES.index(Role.GRAD)]
+    return bool(grads[is_high].max(initial=0) > _MATTERS * trace.peak_bytes)
+
+
+def _added_us(arranged: Arrangement) -> float:
+    """The time that a plan adds, by recomputation and by calls of the optimizer."""
+    calls = sum(op.target == UPDATE_TARGET for op in arranged.graph.ops)
+    return arranged.plan.recompute_us + calls * _CALL_US

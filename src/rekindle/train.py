@@ -35,8 +35,13 @@ class TrainStep:
 
     @property
     def graph(self) -> StepGraph:
-        """The captured step as a torch-free graph."""
-        return self._captured.graph
+        """The step that runs, as a torch-free graph; `profile` and `plan` are of this one.
+
+        Under a budget, that is the captured step with ops that write in place, and with parameters
+        updated as their gradients come where that helps; `captured.graph` is as it was captured.
+        """
+        arranged = self._captured.arranged
+        return arranged.graph if arranged else self._captured.graph
 
     @property
     def profile(self) -> Profile | None:
@@ -63,6 +68,18 @@ class TrainStep:
         if arranged is None or arranged.profile is None:
             return None
         return simulate(self.graph, arranged.profile, arranged.plan)
+
+    @property
+    def plain_profile(self) -> Profile | None:
+        """What every op of the plain step costs, as it was captured; None without a budget."""
+        arranged = self._captured.arranged
+        return arranged.captured_profile if arranged else None
+
+    @property
+    def plain_trace(self) -> Trace | None:
+        """Bytes and microseconds of the plain step, as forecast; None without a profile."""
+        profile = self.plain_profile
+        return None if profile is None else simulate(self._captured.graph, profile)
 
     @property
     def graphs_peak_bytes(self) -> int:
@@ -97,11 +114,18 @@ class TrainStep:
                 "there is nothing to report of a step without a profile: give optimize a budget, "
                 "or use rekindle.profile and rekindle.simulate."
             )
-        plain = simulate(self.graph, profile)
-        summary = summarize_plan(self.graph, profile, plain, plan, trace)
+        unplanned = simulate(self.graph, profile)
+        summary = summarize_plan(
+            self.graph,
+            profile,
+            self.plain_trace or unplanned,
+            plan,
+            trace,
+            plain_profile=self.plain_profile,
+        )
         laid_out = layout(self.graph, plan)
         plan_html.write_plan_html(
-            Path(path), self.graph, profile, plain, trace, summary, layout=laid_out
+            Path(path), self.graph, profile, unplanned, trace, summary, layout=laid_out
         )
 
     def __reduce__(self) -> NoReturn:

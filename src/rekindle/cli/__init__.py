@@ -209,12 +209,13 @@ def _shown_run(found: Trained, where: str, html_path: str | None) -> _Shown:
     if plan is None or profile is None:
         data = {**about, "device": found.device, **mode, **run_report.replay_data(comparison)}
         return _Shown(terminal.comparison_summary(title, comparison), data)
-    plain, planned = rekindle.simulate(graph, profile), rekindle.simulate(graph, profile, plan)
-    summary = summarize_plan(graph, profile, plain, plan, planned, about)
+    unplanned, planned = rekindle.simulate(graph, profile), rekindle.simulate(graph, profile, plan)
+    plain, costs = comparison.plain_trace or unplanned, comparison.plain_profile
+    summary = summarize_plan(graph, profile, plain, plan, planned, about, plain_profile=costs)
     if html_path:
         laid_out = rekindle.layout(graph, plan)
         plan_html.write_plan_html(
-            Path(html_path), graph, profile, plain, planned, summary, layout=laid_out
+            Path(html_path), graph, profile, unplanned, planned, summary, layout=laid_out
         )
     table = run_report.run_summary(title, comparison, summary)
     return _Shown(table, {**run_report.run_data(comparison, summary), **mode})

@@ -14,6 +14,7 @@ import torch
 
 import rekindle
 from rekindle import models
+from rekindle.arrange import graph_of
 from rekindle.cli.options import SAVED_SUFFIX
 from rekindle.core.comparison import Comparison
 from rekindle.core.cost import Profile
@@ -90,7 +91,7 @@ def trained(
                 tell("capturing, profiling and planning a step")
             return rekindle.optimize(*parts, budget=budget, planner=planner)
         captured = rekindle.capture(*parts)
-        if plan.fingerprint != captured.graph.fingerprint:
+        if graph_of(plan, captured.recording, captured.graph) is None:
             raise PlanError(
                 f"the plan is of another step than {model}: give the --batch, --precision and "
                 f"--device that it was made with, or rekindle plan {model} --budget B --save FILE."

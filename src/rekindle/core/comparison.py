@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from rekindle.core.cost import Profile
 from rekindle.core.ir import StepGraph
 from rekindle.core.schedule import Plan
+from rekindle.core.simulate import Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +18,10 @@ class Comparison:
 
     `compared` counts the tensors by kind ("parameter", "buffer", …); `differences` names what is
     not the same, bit for bit. The samples are the times of single steps, in order; the peak is that
-    of the last. Without a budget there is no profile and no plan. Where the plain step does not fit
-    into the device's memory, there is nothing of it, and nothing was compared.
+    of the last. Without a budget there is no profile and no plan; with one, `graph`, `profile` and
+    `plan` are of the step that ran, `plain_trace` and `plain_profile` of the plain one. Where the
+    plain step does not fit into the device's memory, there is nothing of it, and nothing was
+    compared.
     """
 
     graph: StepGraph
@@ -33,6 +36,8 @@ class Comparison:
     budget_bytes: int | None = None
     profile: Profile | None = None
     plan: Plan | None = None
+    plain_trace: Trace | None = None
+    plain_profile: Profile | None = None
 
     @property
     def steps(self) -> int:

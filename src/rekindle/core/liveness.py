@@ -101,8 +101,8 @@ def analyze(graph: StepGraph) -> Liveness:
     """When each storage is born and dies; computed once a graph.
 
     A storage dies after the last use of any of its aliases; a weight's gradient when the optimizer
-    has finished, since it is only then that `zero_grad` lets go of it. A gradient that is there
-    before the step is resident; one that is still there after the step is an output.
+    call that reads it has finished, since it is only then that anything lets go of it. A gradient
+    that is there before the step is resident; one that is still there after the step is an output.
     """
     found: Liveness | None = graph.__dict__.get("_liveness")  # as cached_property does
     if found is None:
@@ -121,9 +121,10 @@ def _analyze(graph: StepGraph) -> Liveness:
             if birth[storage] > op.index:
                 birth[storage] = op.index
             death[storage] = op.index
-    last_update = max((op.index for op in graph.ops if op.phase is Phase.OPTIMIZER), default=-1)
-    grads = [storage.index for storage in graph.storages if storage.role is Role.GRAD]
-    death[grads] = np.maximum(death[grads], last_update)
+    update_end = _update_ends(graph)
+    for each in graph.storages:
+        if each.role is Role.GRAD and death[each.index] >= 0:
+            death[each.index] = update_end[death[each.index]]
     is_resident = np.zeros(n_storages, dtype=bool)
     is_output = np.zeros(n_storages, dtype=bool)
     is_resident[[value.storage for value in graph.values if value.producer is None]] = True
@@ -133,6 +134,22 @@ def _analyze(graph: StepGraph) -> Liveness:
     held = np.array([storage.held_until for storage in graph.storages], dtype=np.int64)
     release = np.where(death >= 0, np.maximum(death, held), -1)
     return Liveness(graph, birth, death, release, is_resident, is_output)
+
+
+def _update_ends(graph: StepGraph) -> list[int]:
+    """For each op, where the update ends to which a gradient goes that it uses last.
+
+    That is the run of optimizer ops it belongs to; the step's last one for a gradient that no
+    optimizer reads.
+    """
+    is_update = [op.phase is Phase.OPTIMIZER for op in graph.ops]
+    last = max((index for index, each in enumerate(is_update) if each), default=-1)
+    ends = [max(index, last) for index in range(len(is_update))]
+    for index in range(len(is_update) - 1, -1, -1):
+        if is_update[index]:
+            follows = index + 1 < len(is_update) and is_update[index + 1]
+            ends[index] = ends[index + 1] if follows else index
+    return ends
 
 
 def _uses_by_storage(graph: StepGraph) -> list[list[Op]]:

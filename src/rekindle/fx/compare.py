@@ -17,6 +17,7 @@ from rekindle.core.comparison import Comparison
 from rekindle.core.cost import Profile
 from rekindle.core.ir import StepGraph
 from rekindle.core.schedule import Plan
+from rekindle.core.simulate import Trace
 from rekindle.fx.meters import peak_bytes
 from rekindle.fx.sandbox import random_states
 from rekindle.fx.timing import tensors_around
@@ -34,6 +35,10 @@ class Step(Protocol):
     def profile(self) -> Profile | None: ...
     @property
     def plan(self) -> Plan | None: ...
+    @property
+    def plain_trace(self) -> Trace | None: ...
+    @property
+    def plain_profile(self) -> Profile | None: ...
     @property
     def budget_bytes(self) -> int | None: ...
     @property
@@ -115,6 +120,8 @@ def compare(
             budget_bytes=step.budget_bytes,
             profile=step.profile,
             plan=step.plan,
+            plain_trace=step.plain_trace,
+            plain_profile=step.plain_profile,
         )
         del step, objects  # two models at once might not fit
         gc.collect()

@@ -4,8 +4,9 @@ The optimizer's operators are not run: the user's own optimizer object is called
 that learning rates, step counts, hooks and state live where they always live.
 
 A step is whole or not at all, as far as parameters and optimizer state go: they change in that call
-alone. An error before it leaves them as they were. Once it has begun, an interrupt waits for its
-end; and the memory that it needs is asked for beforehand, so that it does not run out on the way.
+alone, or in several where parameters are updated as their gradients come. An error before the first
+leaves them as they were. Once it has begun, an interrupt waits for the end of the last; and the
+memory that is needed until then is asked for beforehand, so that it does not run out on the way.
 """
 
 from __future__ import annotations
@@ -49,6 +50,10 @@ class Program:
         self._final_grads = [(use.slot, use.final) for use in recording.grads]
         self.outputs = [self.listing.renamed[node] for node in recording.outputs]
         self._state: list[torch.Tensor] = []
+        self._stack = ExitStack()
+        recorded = len(recording.tape.optimizer_calls)
+        self._is_early = len(self.listing.optimizer_calls) > recorded
+        self._has_begun = False  # to change parameters
         self.source, self._run = self.compile(self.listing.nodes, returned=self.outputs)
 
     def __call__(self, batch: list[torch.Tensor], state: list[torch.Tensor]) -> Any:
@@ -69,6 +74,7 @@ class Program:
         was_enabled = torch.is_grad_enabled()
         try:
             with ExitStack() as stack:
+                self._stack, self._has_begun = stack, False
                 self._user_keys = _included_keys(), _excluded_keys()
                 stack.enter_context(torch.enable_grad())  # the code switches it as it goes
                 for kind in self._device_types:  # casts are part of the graph already
@@ -78,6 +84,7 @@ class Program:
         finally:
             torch._C._set_grad_enabled(was_enabled)  # first, and at once: interrupts may come
             self._state = []
+            self._stack = ExitStack()
 
     def finish(self, tensors: Iterable[torch.Tensor], state: list[torch.Tensor]) -> Any:
         """Put a step's outputs where they belong; returns what the user's function returns."""
@@ -144,9 +151,8 @@ class Program:
 
         def step_optimizer(*grads: torch.Tensor) -> None:
             owners = [self._state[index] for index in params]
-            if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
-                for device in {owner.device for owner in owners if owner.is_cuda}:
-                    _reserve(self._optimizer_bytes, device)
+            if not (self._is_early and self._has_begun):
+                self._begin(owners)
             with ExitStack() as stack:
                 stack.enter_context(uninterrupted())
                 stack.enter_context(_ForceDispatchKeyGuard(*self._user_keys))
@@ -162,6 +168,17 @@ class Program:
                         owner.grad = None
 
         return step_optimizer
+
+    def _begin(self, owners: list[torch.Tensor]) -> None:
+        """Parameters are about to change: what is left of the step must not fail on the way."""
+        if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            for device in {owner.device for owner in owners if owner.is_cuda}:
+                if not self._optimizer.state:  # it is made now, to stay: not in between
+                    torch.cuda.empty_cache()
+                _reserve(self._optimizer_bytes, device)
+        if self._is_early:
+            self._stack.enter_context(uninterrupted())
+        self._has_begun = True
 
 
 def _reserve(sizes: Sequence[int], device: torch.device) -> None:

@@ -58,15 +58,16 @@ def written(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
     >>> [tensor is running for tensor in written(op, call, {})]
     [True]
     """
+    return [tensor for each in written_arguments(op, args, kwargs) for tensor in tensors(each)]
+
+
+def written_arguments(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that this call changes, whatever stands for tensors in it."""
     if op._schema.name in _UNDECLARED_WRITES:  # these write in training mode only
         training = _places(op, frozenset({"training"}))
         if not all(_argument(args, kwargs, place) for place in training):
             return []
-    return [
-        tensor
-        for place in _written_places(op)
-        for tensor in tensors(_argument(args, kwargs, place))
-    ]
+    return [_argument(args, kwargs, place) for place in _written_places(op)]
 
 
 def writes_statistics(op: OpOverload) -> bool:
@@ -166,6 +167,11 @@ def overwriting(op: OpOverload) -> OpOverload | None:
             is_own = has_kernel(keys.CUDA) and not has_kernel(keys.CompositeExplicitAutograd)
             return other if is_own else None
     return None
+
+
+def last_argument(op: OpOverload) -> str:
+    """The name of an operator's last argument: where `overwriting` writes to."""
+    return str(op._schema.arguments[-1].name)
 
 
 @cache

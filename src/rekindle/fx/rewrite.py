@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -17,9 +17,10 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from rekindle.core.ir import StepGraph
+from rekindle.core.improve import TOGETHER_TARGET, UPDATE_TARGET
+from rekindle.core.ir import Op, StepGraph
 from rekindle.core.schedule import Free, Run, Schedule, resolve
-from rekindle.fx import ops, rng
+from rekindle.fx import ops, rng, together
 from rekindle.fx.codegen import last_uses
 from rekindle.fx.recording import Recording
 from rekindle.fx.tape import Call, OptimizerCall
@@ -29,9 +30,9 @@ from rekindle.fx.tape import Call, OptimizerCall
 class Listing:
     """A step as nodes in the order they run, and the nodes whose tensors go after each.
 
-    `calls` has the recorded call behind each node, `optimizer_calls` the one it stands for;
-    `origin` says which copy of which op a node is. `renamed` leads from recorded nodes to those
-    that hold the same thing when the step ends.
+    `calls` has the recorded call behind each node, `optimizer_calls` the one it stands for,
+    `together` all those that one node does; `origin` says which copy of which op a node is.
+    `renamed` leads from recorded nodes to those that hold the same thing when the step ends.
     """
 
     graph: fx.Graph
@@ -39,6 +40,7 @@ class Listing:
     frees: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
     calls: dict[fx.Node, Call] = field(default_factory=dict)
     optimizer_calls: dict[fx.Node, OptimizerCall] = field(default_factory=dict)
+    together: dict[fx.Node, list[Call]] = field(default_factory=dict)
     origin: dict[fx.Node, tuple[int, int]] = field(default_factory=dict)
     renamed: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
@@ -84,6 +86,7 @@ class _Rewriter:
         self.held: dict[tuple[int, int], list[fx.Node]] = {}  # by storage and copy
         self.random_state: dict[int, fx.Node] = {}  # by op: what its generator started from
         self.scratch: list[fx.Node] = []
+        self.is_early = any(op.target == UPDATE_TARGET for op in graph.ops)
         self.again = {step.op for step in schedule if not isinstance(step, Free) and step.copy}
 
     def run(self) -> Listing:
@@ -104,21 +107,13 @@ class _Rewriter:
             self._run_optimizer(call)
         for node in self.recording.outputs:
             self.listing.renamed[node] = self.node_of[self.value_of[node.name], 0]
-        self._free_looks_at_state()
+        self._free_looks()
         return self.listing
 
-    def _free_looks_at_state(self) -> None:
-        """Views of what was there before the step hold no memory: each goes after its last use."""
-        entered = {entry.node for entry in self.recording.tape.entries}
-        storages = {self._storage(node) for node in entered}
+    def _free_looks(self) -> None:
+        """Views of what stays after the step hold no memory: each goes after its last use."""
         outputs = set(self.listing.renamed.values())
-        looks = {
-            node
-            for (storage, _), nodes in self.held.items()
-            if storage in storages
-            for node in nodes
-            if node not in outputs
-        }
+        looks = {node for nodes in self.held.values() for node in nodes if node not in outputs}
         for node in reversed(self.listing.nodes):
             last = [n for n in (node, *node.all_input_nodes) if n in looks]
             if last:
@@ -128,6 +123,8 @@ class _Rewriter:
     def _optimizer_places(self) -> tuple[dict[int, list[OptimizerCall]], list[OptimizerCall]]:
         """The op before which each call of the user's optimizer stands; and those after all."""
         index = {op.name: op.index for op in self.graph.ops}
+        if self.is_early:
+            return {}, []
         calls = {call.node: call for call in self.recording.tape.optimizer_calls}
         before: dict[int, list[OptimizerCall]] = {}
         waiting: list[OptimizerCall] = []
@@ -142,6 +139,12 @@ class _Rewriter:
     def _compute(self, step: Run) -> None:
         op = self.graph.ops[step.op]
         call = self.call_of.get(op.name)
+        if op.target == UPDATE_TARGET:
+            self._run_optimizer(self._part_of_optimizer(op))
+            return
+        if op.target == TOGETHER_TARGET:
+            self._compute_together(op, step)
+            return
         if call is None or call.in_optimizer:
             return  # the user's optimizer does that
         node = self._copy(call, step) if step.copy else self._captured(call, step)
@@ -163,6 +166,23 @@ class _Rewriter:
             last = self.listing.nodes[-1]
             self.listing.frees[last] = [n for n in unpacked if n not in self._results(call, step)]
 
+    def _compute_together(self, op: Op, step: Run) -> None:
+        """One call for several recorded ones, and its results, each for itself."""
+        calls = [self.call_of[self.graph.values[value].name] for value in op.outputs]
+        function, argument = together.combined(calls[0])
+        tensors = [self._lead(together.operand(call), step) for call in calls]
+        node = self._create(function, (tensors, argument), {}, op.name)
+        self._add(node, calls[0])
+        self.listing.origin[node] = (step.op, step.copy)
+        self.listing.together[node] = calls
+        if function is not together.cast:
+            return
+        for index, call in enumerate(calls):
+            part = self._create(operator.getitem, (node, index), {}, call.node.name)
+            self._add(part, call)
+            self._bind(call.node, part, step)
+        self.listing.frees[part] = [node]
+
     def _results(self, call: Call, step: Run) -> list[fx.Node]:
         values = [self.value_of[result.name] for result in call.results]
         return [self.node_of[value, step.copies[value]] for value in values]
@@ -174,7 +194,19 @@ class _Rewriter:
             self._add(state, call)
             self.random_state[step.op] = state
         args, kwargs = self._arguments(call.node, step)
-        return self._create(call.node.target, args, kwargs, call.node.name)
+        return self._create(*self._in_place(call, step, args, kwargs), call.node.name)
+
+    def _in_place(self, call: Call, step: Run, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+        """What to call with what, where the graph has an op write over what it read."""
+        target, written = call.node.target, self.graph.ops[step.op].mutates
+        if call.writes or not written:
+            return target, args, kwargs
+        assert isinstance(target, OpOverload)
+        overwriting = ops.overwriting(target)
+        if overwriting is None:
+            return ops.in_place(target), args, kwargs
+        out = self.node_of[written[0], step.copies[written[0]]]
+        return overwriting, args, {**kwargs, ops.last_argument(overwriting): out}
 
     def _copy(self, call: Call, step: Run) -> fx.Node:
         """A call that computes again what the captured one computed, and changes nothing else."""
@@ -192,7 +224,7 @@ class _Rewriter:
         if changed and self._follows_from_state(call):
             args, kwargs = self._arguments(call.node, step, instead=self._scratch(call, changed))
         if not call.is_random:
-            return self._create(call.node.target, args, kwargs, name)
+            return self._create(*self._in_place(call, step, args, kwargs), name)
         source = _generator_of(call, self.recording)
         state = self.random_state[step.op]
         return self._create(rng.replay, (source, state, call.node.target, *args), kwargs, name)
@@ -233,12 +265,14 @@ class _Rewriter:
         def lead(arg: fx.Node) -> fx.Node | None:
             if arg in instead:
                 return instead[arg]
-            if arg in without:
-                return None
-            value = self.value_of[arg.name]
-            return self.node_of[value, step.copies[value]]
+            return None if arg in without else self._lead(arg, step)
 
         return fx.map_arg(node.args, lead), fx.map_arg(node.kwargs, lead)
+
+    def _lead(self, arg: fx.Node, step: Run) -> fx.Node:
+        """The node that holds what a recorded argument is, at this step of the schedule."""
+        value = self.value_of[arg.name]
+        return self.node_of[value, step.copies[value]]
 
     def _part(self, result: fx.Node, call: Call, unpacked: list[fx.Node]) -> fx.Node:
         """One tensor of what a call returns, taken out of it as the recording did."""
@@ -260,6 +294,13 @@ class _Rewriter:
         nodes = self.held.pop((step.storage, step.copy), [])
         if nodes:
             self.listing.frees.setdefault(self.listing.nodes[-1], []).extend(nodes)
+
+    def _part_of_optimizer(self, op: Op) -> OptimizerCall:
+        """The recorded optimizer call with the gradients of one update, and their parameters."""
+        (call,) = self.recording.tape.optimizer_calls
+        names = {self.graph.values[value].name for value in op.inputs}
+        pairs = [(p, g) for p, g in zip(call.params, call.grads, strict=True) if g.name in names]
+        return replace(call, params=[p for p, _ in pairs], grads=[g for _, g in pairs])
 
     def _run_optimizer(self, call: OptimizerCall) -> None:
         grads = tuple(self.node_of[self.value_of[grad.name], 0] for grad in call.grads)

@@ -15,14 +15,16 @@ from itertools import zip_longest
 from typing import Any
 
 from torch import fx
+from torch._ops import OpOverload
 
+from rekindle.core.improve import TOGETHER_TARGET
 from rekindle.core.ir import StepGraph
 from rekindle.core.schedule import Compute, Schedule
 from rekindle.errors import RewriteError
-from rekindle.fx import rng
+from rekindle.fx import ops, rng, together
 from rekindle.fx.recording import Recording
 from rekindle.fx.rewrite import Listing
-from rekindle.fx.tape import Call
+from rekindle.fx.tape import Call, Kind, OptimizerCall
 
 Mark = tuple[Any, ...]
 
@@ -62,7 +64,8 @@ def _check_order(
     wanted = [
         (step.op, step.copy)
         for step in schedule
-        if isinstance(step, Compute) and graph.ops[step.op].name in run
+        if isinstance(step, Compute)
+        and (graph.ops[step.op].name in run or graph.ops[step.op].target == TOGETHER_TARGET)
     ]
     found = [listing.origin[node] for node in listing.nodes if node in listing.origin]
     if found != wanted:
@@ -81,10 +84,13 @@ class _Paper:
         self.calls = {call.node.name: call for call in recording.tape.calls}
         self.reads: dict[str, list[tuple[str, Mark]]] = {}  # by call: what the recorded one read
         self.results: dict[str, list[tuple[str, Mark]]] = {}  # and what it made
+        self.updates: dict[int, list[Any]] = {}  # by parameter: what the optimizer reads, in order
+        self.params: dict[str, _Tensor] = {}
 
     def run(self) -> None:
         ends = self._recorded()
         env = self._entered({e.node: self.listing.renamed[e.node] for e in self._entries()})
+        self.params = self._params(env)
         deleted: set[fx.Node] = set()
         for node in self.listing.nodes:
             gone = deleted.intersection(node.all_input_nodes)
@@ -92,6 +98,8 @@ class _Paper:
                 raise RewriteError(f"{node.name} reads {min(n.name for n in gone)} after its end")
             self._run_again(node, env)
             deleted.update(self.listing.frees.get(node, ()))
+        if any(self.updates.values()):
+            raise RewriteError("some parameters are never updated")
         for output in self.recording.outputs:
             node = self.listing.renamed[output]
             if node in deleted or env[node].seen() != ends[output].seen():
@@ -117,7 +125,17 @@ class _Paper:
     def _recorded(self) -> dict[fx.Node, _Tensor]:
         """Run the recorded step, and note what each call reads and makes."""
         env = self._entered({entry.node: entry.node for entry in self._entries()})
-        for call in self.recording.tape.calls:
+        params = self._params(env)
+        calls = {call.node: call for call in self.recording.tape.calls}
+        updates = {call.node: call for call in self.recording.tape.optimizer_calls}
+        for node in self.recording.tape.graph.nodes:
+            if node in updates:
+                grads = [env[grad] for grad in updates[node].grads]
+                for slot, seen in self._update(updates[node], params, grads):
+                    self.updates.setdefault(slot, []).append(seen)
+            if node not in calls or calls[node].in_optimizer:
+                continue
+            call = calls[node]
             read = [env[node] for node in call.node.all_input_nodes]
             self.reads[call.node.name] = [tensor.seen() for tensor in read]
             made = self._made(call, read)
@@ -142,8 +160,16 @@ class _Paper:
 
     def _run_again(self, node: fx.Node, env: dict[fx.Node, _Tensor]) -> None:
         if node in self.listing.optimizer_calls:
-            for arg in node.all_input_nodes:
-                env[arg].seen()
+            grads = [env[arg] for arg in node.args if isinstance(arg, fx.Node)]
+            found = self._update(self.listing.optimizer_calls[node], self.params, grads)
+            for slot, seen in found:
+                if seen not in self.updates.get(slot, ())[:1]:
+                    name = self.recording.around.slots[slot].name
+                    raise RewriteError(f"{node.name} does not update {name} as was recorded")
+                self.updates[slot].pop(0)
+            return
+        if node in self.listing.together:
+            self._run_together(node, env)
             return
         if node.target is rng.read or node not in self.listing.origin:
             return  # the generator's state, or one result of a call, bound with it
@@ -166,11 +192,59 @@ class _Paper:
             for t, n in zip(ordered, call.node.all_input_nodes, strict=True)
         ]
         made = self._made(call, held)
+        for arg in self._overwritten(node, call):
+            memory = env[arg].memory
+            if memory.is_state:
+                raise RewriteError(f"{node.name} writes over {arg.name}, which is not its own")
+            memory.mark = made[call.results[0]].memory.mark
+            made[call.results[0]] = _Tensor(call.results[0].name, memory)
         results = call.results[:1] if copy and op.copy_target else call.results
         for result in results:
             env[self._node_for(result, call, node)] = made[result]
         written = [by_name.get(n.name) or made.get(n) for n in call.writes if n.name not in state]
         self._write(call, [tensor for tensor in written if tensor is not None])
+
+    def _run_together(self, node: fx.Node, env: dict[fx.Node, _Tensor]) -> None:
+        """Several recorded calls of one tensor each, done by one."""
+        function, _ = together.combined(self.listing.together[node][0])
+        tensors = node.args[0]
+        assert isinstance(tensors, (list, tuple))
+        pairs = list(zip(self.listing.together[node], tensors, strict=True))
+        for index, (call, arg) in enumerate(pairs):
+            if function is not node.target or together.combined(call)[1] != node.args[1]:
+                raise RewriteError(f"{node.name} does not do what {call.node.name} did")
+            assert isinstance(arg, fx.Node)
+            if [env[arg].seen()] != self.reads[call.node.name]:
+                raise RewriteError(f"{node.name} does not read what {call.node.name} read")
+            made = self._made(call, [env[arg]])
+            self._write(call, [env[arg] for _ in call.writes])
+            for user in node.users:
+                if user.target is operator.getitem and user.args[1] == index:
+                    env[user] = made[call.node]
+
+    def _overwritten(self, node: fx.Node, call: Call) -> list[fx.Node]:
+        """What a rewritten call writes over that the recorded one only read."""
+        if call.writes or not isinstance(node.target, OpOverload):
+            return []
+        written = ops.written_arguments(node.target, node.args, node.kwargs)
+        return [arg for arg in written if isinstance(arg, fx.Node)]
+
+    def _update(
+        self, call: OptimizerCall, params: dict[str, _Tensor], grads: Iterable[_Tensor]
+    ) -> list[tuple[int, Any]]:
+        """Let the optimizer change parameters; for each slot, what was there and its gradient."""
+        found: list[tuple[int, Any]] = []
+        for slot, grad in zip(call.params, grads, strict=True):
+            param = params.get(self.recording.around.slots[slot].name)
+            found.append((slot, (param and param.seen(), grad.seen())))
+            if param is not None:
+                param.memory.mark = ("updated", param.memory.mark)
+        return found
+
+    def _params(self, env: dict[fx.Node, _Tensor]) -> dict[str, _Tensor]:
+        """The parameters by name, of what is there before the step."""
+        names = {e.node.name: e.name for e in self._entries() if e.kind is Kind.PARAM}
+        return {names[t.name]: t for t in env.values() if t.name in names}
 
     def _is_state(self, node: fx.Node) -> bool:
         return any(entry.node is node for entry in self._entries())

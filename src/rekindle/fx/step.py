@@ -9,13 +9,17 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import nn
 
 from rekindle.core.cost import Profile
+from rekindle.core.improve import UPDATE_TARGET
 from rekindle.core.ir import StepGraph
+from rekindle.core.layout import schedule_of
 from rekindle.core.liveness import analyze
 from rekindle.core.schedule import Plan
+from rekindle.core.simulate import simulate
 from rekindle.errors import RekindleError
 from rekindle.fx import tree, where
 from rekindle.fx.capture import record
@@ -23,6 +27,7 @@ from rekindle.fx.checks import Checks
 from rekindle.fx.cudagraph import Graphed
 from rekindle.fx.engines import Engine, EngineMaker
 from rekindle.fx.execute import Program
+from rekindle.fx.forms import improved
 from rekindle.fx.guard import Guard, signature
 from rekindle.fx.lift import lift
 from rekindle.fx.recording import Recording
@@ -38,10 +43,16 @@ MAX_VARIANTS = 16
 
 
 class Arrangement(NamedTuple):
-    """What was decided about a captured step; a plan from elsewhere may come without costs."""
+    """What was decided about a captured step; a plan from elsewhere may come without costs.
+
+    `graph` is the step that is planned and runs, `profile` what its ops cost: it may do in place
+    and early what the captured one, whose costs are `captured_profile`, does not.
+    """
 
     plan: Plan
+    graph: StepGraph
     profile: Profile | None
+    captured_profile: Profile | None
     budget_bytes: int
 
 
@@ -58,7 +69,7 @@ class Arranger(Protocol):
     ) -> Arrangement:
         """Decide about a captured step, given its batch's tensors."""
 
-    def again(self, graph: StepGraph, before: Arrangement, peak_bytes: int) -> Arrangement | None:
+    def again(self, before: Arrangement, peak_bytes: int) -> Arrangement | None:
         """Decide anew after a step has needed more than its budget."""
 
 
@@ -72,8 +83,11 @@ class Variant:
         device: torch.device,
         arranger: Arranger | None,
         engines: EngineMaker,
+        *,
+        improves: bool,
     ) -> None:
         self.graph: StepGraph = lift(recording)
+        self._improves = improves
         self.recording = recording
         self._arranger = arranger
         self._engines = engines
@@ -123,7 +137,7 @@ class Variant:
             format_bytes(budget_bytes),
             format_bytes(self.arranged.plan.peak_bytes),
         )
-        arranged = self._arranger.again(self.graph, self.arranged, peak_bytes)
+        arranged = self._arranger.again(self.arranged, peak_bytes)
         if arranged is not None:
             log.warning("planned again, for %s less", format_bytes(peak_bytes - budget_bytes))
             self.arranged = arranged
@@ -131,13 +145,30 @@ class Variant:
 
     def _planned(self) -> Engine:
         """The step as it was arranged, on its engine."""
-        listing = None
         if self.arranged is not None:
-            schedule = self.arranged.plan.schedule
-            listing = rewrite(self.recording, self.graph, schedule)
-            check_listing(self.recording, self.graph, listing, schedule)
-        optimizer_bytes = analyze(self.graph).optimizer_bytes()
-        return self._engines.make(Program(self.recording, listing, optimizer_bytes))
+            graph, schedule = self.arranged.graph, self.arranged.plan.schedule
+        elif self._improves:
+            graph = improved(self.recording, self.graph)
+            schedule = tuple(schedule_of(graph, None))
+        else:
+            optimizer_bytes = analyze(self.graph).optimizer_bytes()
+            return self._engines.make(Program(self.recording, None, optimizer_bytes))
+        listing = rewrite(self.recording, graph, schedule)
+        check_listing(self.recording, graph, listing, schedule)
+        return self._engines.make(Program(self.recording, listing, self._optimizer_bytes()))
+
+    def _optimizer_bytes(self) -> list[int]:
+        """What is allocated from the first update on, beyond what is there then."""
+        if self.arranged is None:
+            return analyze(self.graph).optimizer_bytes()
+        plan, graph, profile, *_ = self.arranged
+        updates = [op.index for op in graph.ops if op.target == UPDATE_TARGET]
+        if not updates or profile is None:
+            return analyze(graph).optimizer_bytes()
+        trace = simulate(graph, profile, plan)
+        first = int(np.argmax(trace.ops == updates[0]))
+        more = trace.live_bytes[first:].max() - trace.live_bytes[first]
+        return [int(more) + int(profile.workspaces_bytes[updates[0]])]
 
 
 class CapturedStep:
@@ -157,9 +188,12 @@ class CapturedStep:
         as_on_gpu: bool = False,
         arranger: Arranger | None = None,
         engine: str = "python",
+        improves: bool = False,
     ) -> None:
+        """Without an `arranger` the step runs as it was captured, unless it `improves` it."""
         _check_types(train_step, model, optimizer)
         self._arranger = arranger
+        self._improves = improves
         self._train_step = train_step
         self._model = model
         self._engines = EngineMaker(engine, self.device)
@@ -285,7 +319,14 @@ class CapturedStep:
             self._train_step, self._model, self._optimizer, batch, as_on_gpu=self.is_forecast
         )
         tensors = tree.flatten(batch).tensors
-        variant = Variant(recording, tensors, self.device, self._arranger, self._engines)
+        variant = Variant(
+            recording,
+            tensors,
+            self.device,
+            self._arranger,
+            self._engines,
+            improves=self._improves,
+        )
         if others:
             log.info("captured the step anew: %s", others[-1].guard.reason)
         elif self._variants:

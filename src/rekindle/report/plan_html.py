@@ -32,6 +32,7 @@ from rekindle.report.plan_words import (
     plan_in_words,
     planned_peak_place,
 )
+from rekindle.report.summary import summarize
 from rekindle.report.words import how_timed, percent
 from rekindle.units import format_bytes, format_us
 
@@ -67,7 +68,7 @@ def write_plan_html(
         "phases": content["phases"] + _recomputed_row(summary),
         "time": escape(_time(summary)),
     }
-    data = page_data(graph, profile, plain, summary.plain)
+    data = page_data(graph, profile, plain, summarize(graph, profile, plain))
     data["planned"] = run_data(graph, planned)
     data["budget_bytes"] = summary.budget_bytes
     data["decisions"] = [_decision(row) for row in summary.decisions]

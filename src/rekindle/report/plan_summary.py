@@ -97,11 +97,15 @@ def summarize_plan(
     planned: Trace,
     about: Mapping[str, Any] | None = None,
     plan_seconds: float | None = None,
+    plain_profile: Profile | None = None,
 ) -> PlanSummary:
-    """The rows of a planned step, beside those of the plain one."""
+    """The rows of a planned step, beside those of the plain one.
+
+    The plain one may be another graph, with costs of its own: the step before it was improved.
+    """
     decisions = _decisions(graph, planned, plan)
     return PlanSummary(
-        plain=summarize(graph, profile, plain, about),
+        plain=summarize(plain.graph, plain_profile or profile, plain, about),
         planner=plan.planner,
         budget_bytes=plan.budget_bytes,
         peak=peak_of(graph, planned),
