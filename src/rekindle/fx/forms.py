@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from rekindle.core.improve import do_together, update_early, write_in_place
 from rekindle.core.ir import StepGraph
+from rekindle.core.order import free_first
 from rekindle.fx import together
 from rekindle.fx.recording import Recording
 from rekindle.fx.updates import find_updates
 
 
 def improved(recording: Recording, graph: StepGraph) -> StepGraph:
-    """The step with small ops done together and results written in place; `graph` as captured."""
-    return write_in_place(do_together(graph, together.kinds(recording, graph)))
+    """The step with small ops done together, results written in place, and what frees first.
+
+    `graph` is as captured.
+    """
+    return free_first(write_in_place(do_together(graph, together.kinds(recording, graph))))
 
 
 def with_early_updates(recording: Recording, form: StepGraph) -> StepGraph | None:
