@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 from hypothesis import given, settings
+from plan.random_steps import steps
 from square_step import square_step
 from torch import nn
 
 import rekindle
-from plan.random_steps import steps
 from rekindle.core.ir import StepGraph
 from rekindle.core.layout import schedule_of
 from rekindle.core.liveness import analyze
@@ -27,9 +27,7 @@ def live_bytes(graph: StepGraph) -> list[int]:
     ]
     return [
         sum(
-            graph.storages[s].nbytes
-            for s in own
-            if liveness.birth[s] <= index <= liveness.death[s]
+            graph.storages[s].nbytes for s in own if liveness.birth[s] <= index <= liveness.death[s]
         )
         for index in range(len(graph.ops))
     ]

@@ -29,6 +29,7 @@ TOGETHER_TARGET = "rekindle.together"
 
 _FORWARD = (Phase.FORWARD, Phase.LOSS)
 _MOST_UPDATES = 16  # calls of the optimizer in one step: each costs a few launches
+_FIXED_BYTES = 1 << 16  # of what an optimizer needs beside: so much does not depend on the size
 _MOST_GROUPS = 16  # of ops of one kind that are done together: more of them wait less
 _SMALL_BYTES = 1 << 20  # what these may make at once, however little all of them make
 
@@ -291,7 +292,11 @@ def carry_over(profile: Profile, graph: StepGraph, improved: StepGraph) -> Profi
     found = tuple(
         cost_of[op.name]
         if op.name in cost_of
-        else OpCost(time_us * part / whole, extra_bytes * part // whole, is_measured=True)
+        else OpCost(
+            time_us * part / whole,
+            max(-(-extra_bytes * part // whole), min(extra_bytes, _FIXED_BYTES)),
+            is_measured=True,
+        )
         for op, part in zip(improved.ops, grads, strict=True)
     )
     return replace(profile, fingerprint=improved.fingerprint, costs=found)

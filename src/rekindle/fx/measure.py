@@ -45,6 +45,18 @@ def versions(device: torch.device) -> dict[str, str]:
         found["cuda"] = torch.version.cuda
     if device.type == "cpu":
         found["threads"] = str(torch.get_num_threads())
+    elif device.type == "cuda":  # settings by which libraries choose their algorithms
+        found["settings"] = " ".join(
+            name
+            for name, is_set in (
+                ("deterministic", torch.are_deterministic_algorithms_enabled()),
+                ("cudnn-deterministic", torch.backends.cudnn.deterministic),
+                ("cudnn-benchmark", torch.backends.cudnn.benchmark),
+                ("cudnn-tf32", torch.backends.cudnn.allow_tf32),
+                (f"matmul-{torch.get_float32_matmul_precision()}", True),
+            )
+            if is_set
+        )
     return found
 
 

@@ -57,7 +57,8 @@ def kinds(recording: Recording, graph: StepGraph) -> list[list[int]]:
         if call is None or len(op.outputs) != 1 or len(op.inputs) != 1:
             continue
         result = graph.storage_of(op.outputs[0])
-        is_cast = op.phase is Phase.BACKWARD and result.role is Role.GRAD and _is_cast(call)
+        device = recording.tape.storages[result.index].device
+        is_cast = op.phase is Phase.BACKWARD and result.role is Role.GRAD and _is_cast(call, device)
         is_count = op.phase is Phase.FORWARD and op.outputs[0] not in read and _is_count(call)
         if is_cast or is_count:
             source = graph.values[op.inputs[0]].dtype
@@ -66,9 +67,15 @@ def kinds(recording: Recording, graph: StepGraph) -> list[list[int]]:
     return list(found.values())
 
 
-def _is_cast(call: Call) -> bool:
-    """Whether a call changes the type of a tensor and nothing else."""
-    return call.node.target is _CAST and set(call.node.kwargs) == {"dtype"}
+def _is_cast(call: Call, device: torch.device) -> bool:
+    """Whether a call changes the type of a tensor on a device, and nothing else."""
+    usual = {"layout": torch.strided, "device": device, "pin_memory": False, "non_blocking": False}
+    how = dict(call.node.kwargs)
+    return (
+        call.node.target is _CAST
+        and how.pop("dtype", None) is not None
+        and all(value in (None, usual.get(key)) for key, value in how.items())
+    )
 
 
 def _is_count(call: Call) -> bool:

@@ -48,7 +48,7 @@ def find_updates(recording: Recording, graph: StepGraph) -> Updates | None:
         return None
     if not is_one_by_one(recording.around.optimizer):
         return None
-    if any(use.reads_old for use in recording.grads):
+    if any(entry.kind is Kind.GRAD for entry in tape.entries):
         return None  # a gradient from before the step would be found by every call
     call = tape.optimizer_calls[0]
     value_of = {value.name: value.index for value in graph.values}
