@@ -13,6 +13,7 @@ from rekindle import models
 from rekindle.arrange import Arranger
 from rekindle.errors import InfeasibleBudget, PlanError, ProfileError
 from rekindle.fx.compare import compare
+from rekindle.fx.engines import EngineMaker
 
 
 def parts(name: str = "resnet-tiny", **sizes: int) -> tuple[Any, ...]:
@@ -118,9 +119,18 @@ def test_bytes_that_an_engine_holds_count(profile: Any) -> None:
     captured = rekindle.capture(*parts())
     budget = int(0.75 * rekindle.simulate(captured.graph, profile).peak_bytes)
     device = torch.device("cpu")
+
+    class Holding(EngineMaker):
+        def __init__(self, extra: int) -> None:
+            super().__init__("python", device)
+            self.extra = extra
+
+        def extra_bytes(self, batch: list[torch.Tensor]) -> int:
+            return self.extra
+
     found = [
         Arranger(budget, "auto", profile).arrange(
-            captured.recording, captured.graph, [], device, extra
+            captured.recording, captured.graph, [], device, Holding(extra)
         )
         for extra in (0, 500_000)
     ]

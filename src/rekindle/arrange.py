@@ -10,13 +10,14 @@ from typing import NamedTuple
 import torch
 
 from rekindle.core.cost import Profile
-from rekindle.core.improve import UPDATE_TARGET, carry_over
-from rekindle.core.ir import Role, StepGraph
+from rekindle.core.improve import carry_over
+from rekindle.core.ir import UPDATE_TARGET, Role, StepGraph
 from rekindle.core.schedule import Plan
 from rekindle.core.simulate import ROLES, simulate
 from rekindle.errors import InfeasibleBudget, PlanError
 from rekindle.fx import cache as profile_cache
 from rekindle.fx import interpret, measure
+from rekindle.fx.engines import EngineMaker
 from rekindle.fx.forms import improved, with_early_updates
 from rekindle.fx.meters import clear_workspaces
 from rekindle.fx.recording import Recording
@@ -104,11 +105,13 @@ class Arranger:
         graph: StepGraph,
         batch: list[torch.Tensor],
         device: torch.device,
-        extra_bytes: int,
+        engines: EngineMaker,
     ) -> Arrangement:
-        """Decide how a captured step is to run; `extra_bytes` are held beside what it holds itself.
+        """Decide how a captured step is to run, on what these engines make of it.
 
-        Raises InfeasibleBudget where no plan stays within the budget.
+        Raises InfeasibleBudget where no plan stays within the budget. Parameters are updated as
+        their gradients come where that is needed, or saves time; it costs CUDA graphs, so that
+        where there are any it has to be needed.
         """
         (profile, plan), self._given = self._given, (None, None)
         if plan is not None:
@@ -118,14 +121,15 @@ class Arranger:
             if device.type == "cuda":
                 torch.cuda.empty_cache()  # measuring needs more memory than the step will
         budget_bytes = parse_budget(self._budget, simulate(graph, profile).peak_bytes)
-        captured = _Captured(graph, profile, budget_bytes, extra_bytes)
+        captured = _Captured(graph, profile, budget_bytes, engines.extra_bytes(batch))
         form = improved(recording, graph)
         early = with_early_updates(recording, form)
         try:
             at_end = self._within(form, captured)
         except InfeasibleBudget as error:
-            return self._first_within([early or form, graph], captured, error)
-        if early is None or not _holds_gradients(at_end):
+            others = [graph] if early is None else [early, graph]
+            return self._first_within(others, captured, error)
+        if early is None or engines.has_graphs or not _holds_gradients(at_end):
             return at_end
         try:
             return min(at_end, self._within(early, captured), key=_added_us)

@@ -38,7 +38,8 @@ class TrainStep:
         """The step that runs, as a torch-free graph; `profile` and `plan` are of this one.
 
         Under a budget, that is the captured step with ops that write in place, and with parameters
-        updated as their gradients come where that helps; `captured.graph` is as it was captured.
+        updated as their gradients come where that helps; `captured.graph` is as it was captured,
+        which is what is shown without a budget.
         """
         arranged = self._captured.arranged
         return arranged.graph if arranged else self._captured.graph

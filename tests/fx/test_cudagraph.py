@@ -81,7 +81,7 @@ class Player:
         self.fails_at = -1
 
     def capture(
-        self, run: Callable[[], list[Any]], generators: list[torch.Generator]
+        self, run: Callable[[], list[Any]], generators: list[torch.Generator], steered: Any
     ) -> tuple[Graph, list[Any]]:
         if self.fails_at == len(self.graphs):
             raise RuntimeError("operation not permitted when stream is capturing\nand more")
@@ -104,8 +104,8 @@ def player(monkeypatch: pytest.MonkeyPatch) -> Player:
     """Every step that is made runs from played graphs."""
     made = Player()
 
-    def make(self: Any, program: Any) -> Any:
-        return Graphed(program, made)
+    def make(self: Any, program: Any, *known: Any) -> Any:
+        return Graphed(program, made, *known)
 
     monkeypatch.setattr(engines.EngineMaker, "make", make)
     return made

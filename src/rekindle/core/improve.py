@@ -18,18 +18,20 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rekindle.core.cost import OpCost, Profile
-from rekindle.core.ir import Op, Phase, Role, StepGraph, Storage
+from rekindle.core.ir import (
+    TOGETHER_TARGET,
+    UPDATE_TARGET,
+    Op,
+    Phase,
+    Role,
+    StepGraph,
+    Storage,
+)
 from rekindle.core.liveness import analyze
-
-UPDATE_TARGET = "rekindle.update"
-"""The target of an op that stands for a call of the user's optimizer with some gradients."""
-
-TOGETHER_TARGET = "rekindle.together"
-"""The target of an op that does at once what several captured ops of one kind do."""
 
 _FORWARD = (Phase.FORWARD, Phase.LOSS)
 _MOST_UPDATES = 16  # calls of the optimizer in one step: each costs a few launches
-_FIXED_BYTES = 1 << 16  # of what an optimizer needs beside: so much does not depend on the size
+_FIXED_BYTES = 64  # of what an optimizer needs beside: so much does not depend on the size
 _MOST_GROUPS = 16  # of ops of one kind that are done together: more of them wait less
 _SMALL_BYTES = 1 << 20  # what these may make at once, however little all of them make
 
@@ -42,17 +44,26 @@ class Update:
     grad: int
 
 
+def combine(graph: StepGraph, kinds: Iterable[Sequence[int]]) -> StepGraph:
+    """The same step with ops of each kind done together, where that does not raise its peak.
+
+    `kinds` are as in `do_together`. What a group makes is all there at once, and so is what it
+    reads.
+    """
+    for names in [{graph.ops[index].name for index in ops} for ops in kinds]:
+        found = do_together(graph, [[op.index for op in graph.ops if op.name in names]])
+        if analyze(found).peak_bytes() <= analyze(graph).peak_bytes():
+            graph = found
+    return graph
+
+
 def do_together(graph: StepGraph, kinds: Iterable[Sequence[int]]) -> StepGraph:
     """The same step with ops of one kind in groups, each group one op in place of its last member.
 
     `kinds` are ops, in order, that one operator can do at once. An op joins a group if nobody
     misses its result until the group's end, and nobody changes what it reads.
     """
-    groups: dict[int, list[int]] = {}  # by the last member
-    for ops in kinds:
-        for group in _groups(graph, ops):
-            if len(group) > 1:
-                groups[group[-1]] = group
+    groups = {group[-1]: group for ops in kinds for group in _groups(graph, ops) if len(group) > 1}
     members = {op for group in groups.values() for op in group}
     found: list[Op] = []
     for op in graph.ops:
@@ -109,6 +120,7 @@ def _together(index: int, members: Sequence[Op]) -> Op:
         index=index,
         name=f"{members[-1].name}_together",
         target=TOGETHER_TARGET,
+        members=tuple(op.name for op in members),
         inputs=tuple(dict.fromkeys(v for op in members for v in op.inputs)),
         outputs=tuple(v for op in members for v in op.outputs),
         mutates=tuple(dict.fromkeys(v for op in members for v in op.mutates)),
@@ -181,7 +193,7 @@ def update_early(
     after = _places(graph, updates, gone)
     order = sorted(range(len(updates)), key=lambda i: after[i])
     sizes = [graph.storages[graph.values[u.grad].storage].nbytes for u in updates]
-    at_once = sum(sizes) // _MOST_UPDATES
+    at_once = sum(sizes) / (_MOST_UPDATES - 1)  # the last one is what is left over
     groups: dict[int, list[Update]] = {}  # by the op after which they come
     waiting: list[int] = []
     for index in order:
@@ -274,27 +286,30 @@ def carry_over(profile: Profile, graph: StepGraph, improved: StepGraph) -> Profi
     """
     profile.check(graph)
     cost_of = {op.name: cost for op, cost in zip(graph.ops, profile.costs, strict=True)}
-    maker = {graph.values[v].name: op.name for op in graph.ops for v in op.outputs}
     kept = {op.name for op in improved.ops}
     for op in improved.ops:
-        if op.target == TOGETHER_TARGET:
-            members = {maker[improved.values[value].name] for value in op.outputs}
-            costs = [cost_of[member] for member in members]
+        if op.members:
+            costs = [cost_of[member] for member in op.members]
             workspace_bytes = sum(cost.workspace_bytes for cost in costs)
             time_us = sum(cost.time_us for cost in costs)
             cost_of[op.name] = replace(costs[0], time_us=time_us, workspace_bytes=workspace_bytes)
-            kept |= members
+            kept.update(op.members)
     lost = [op for op in graph.ops if op.name not in kept]
-    grads = [_grad_bytes(improved, op) for op in improved.ops]
     time_us = sum(cost_of[op.name].time_us for op in lost)
     extra_bytes = _extra_bytes(graph, profile, lost)
-    whole = max(1, sum(grads))
+    grads = [_grad_bytes(improved, op) for op in improved.ops]
+    all_bytes = max(1, sum(map(sum, grads)))
+    # Of an optimizer that takes one parameter after the other, the largest decides.
+    is_one_by_one = all(len(_grads_of(graph, op)) <= 1 for op in lost)
+    needs = max if is_one_by_one else sum
+    most = max(1, max((max(each, default=0) for each in grads), default=0))
+    whole = most if is_one_by_one else all_bytes
     found = tuple(
         cost_of[op.name]
         if op.name in cost_of
         else OpCost(
-            time_us * part / whole,
-            max(-(-extra_bytes * part // whole), min(extra_bytes, _FIXED_BYTES)),
+            time_us * sum(part) / all_bytes,
+            max(-(-extra_bytes * needs(part) // whole), min(extra_bytes, _FIXED_BYTES)),
             is_measured=True,
         )
         for op, part in zip(improved.ops, grads, strict=True)
@@ -302,12 +317,17 @@ def carry_over(profile: Profile, graph: StepGraph, improved: StepGraph) -> Profi
     return replace(profile, fingerprint=improved.fingerprint, costs=found)
 
 
-def _grad_bytes(graph: StepGraph, op: Op) -> int:
-    """The bytes of the gradients that an update reads; 0 for any other op."""
+def _grad_bytes(graph: StepGraph, op: Op) -> list[int]:
+    """The bytes of each gradient that an update reads; none for any other op."""
     if op.target != UPDATE_TARGET:
-        return 0
-    own = {graph.values[value].storage for value in op.inputs}
-    return sum(graph.storages[s].nbytes for s in own if graph.storages[s].role is Role.GRAD)
+        return []
+    return [graph.storages[storage].nbytes for storage in sorted(_grads_of(graph, op))]
+
+
+def _grads_of(graph: StepGraph, op: Op) -> set[int]:
+    """The weights' gradients that an op reads."""
+    read = {graph.values[value].storage for value in op.inputs}
+    return {storage for storage in read if graph.storages[storage].role is Role.GRAD}
 
 
 def _extra_bytes(graph: StepGraph, profile: Profile, ops: Sequence[Op]) -> int:

@@ -64,6 +64,13 @@ class Source:
         return f"{self.module} ({place})" if self.module and place else self.module or place
 
 
+UPDATE_TARGET = "rekindle.update"
+"""The target of an op that stands for a call of the user's optimizer with some gradients."""
+
+TOGETHER_TARGET = "rekindle.together"
+"""The target of an op that does at once what several captured ops of one kind do."""
+
+
 @dataclass(frozen=True, slots=True)
 class Storage:
     """One piece of memory. `index` is its position in `StepGraph.storages`.
@@ -100,7 +107,8 @@ class Op:
     from the mean and variance it has already found.)
 
     `may_overwrite` are the inputs over which the operator could write its result, as far as it and
-    their forms are concerned: whether somebody still needs them is another question.
+    their forms are concerned: whether somebody still needs them is another question. `members` are
+    the names of the captured ops that this one does at once, if it is one of those.
     """
 
     index: int
@@ -116,6 +124,7 @@ class Op:
     source: Source = Source("", "", 0)
     copy_target: str = ""
     may_overwrite: tuple[int, ...] = ()
+    members: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity, or by fingerprint
@@ -150,6 +159,7 @@ class StepGraph:
         for o in self.ops:
             facts = [o.phase.name, o.is_random, o.is_view, o.flops]
             facts += [o.copy_target] if o.copy_target else []
+            facts += [o.members] if o.members else []
             yield [o.name, o.target, o.inputs, o.outputs, o.mutates, *facts]
         yield [self.outputs]
 

@@ -77,6 +77,15 @@ class Liveness:
             else int(self.death[storage]),
         )
 
+    def peak_bytes(self) -> int:
+        """The most bytes that are there at once, each storage as long as it is needed."""
+        sizes = np.array([storage.nbytes for storage in self.graph.storages], dtype=np.int64)
+        there = self.death >= 0
+        changes = np.zeros(len(self.graph.ops) + 1, dtype=np.int64)
+        np.add.at(changes, self.birth[there], sizes[there])
+        np.subtract.at(changes, self.death[there] + 1, sizes[there])
+        return int(np.cumsum(changes).max(initial=0))
+
     def optimizer_bytes(self) -> list[int]:
         """The sizes of what the optimizer makes for itself, at the moment it holds the most."""
         ops = [op.index for op in self.graph.ops if op.phase is Phase.OPTIMIZER]

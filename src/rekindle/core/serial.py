@@ -49,9 +49,7 @@ def graph_to_json(graph: StepGraph) -> dict[str, Any]:
                 int(op.is_view),
                 op.flops,
                 sources.number((op.source.module, _portable(op.source.filename), op.source.lineno)),
-                *_rest(
-                    targets.number(op.copy_target) if op.copy_target else None, op.may_overwrite
-                ),
+                *_rest(targets.number(op.copy_target) if op.copy_target else None, op),
             ]
             for op in graph.ops
         ],
@@ -81,6 +79,7 @@ def graph_from_json(data: dict[str, Any]) -> StepGraph:
                 source=sources[source],
                 copy_target=targets[rest[0]] if rest and rest[0] is not None else "",
                 may_overwrite=tuple(rest[1]) if len(rest) > 1 else (),
+                members=tuple(rest[2]) if len(rest) > 2 else (),
             )
             for index, (
                 name,
@@ -242,11 +241,12 @@ def load_plan(path: str | Path) -> Plan:
         ) from error
 
 
-def _rest(copy_target: int | None, may_overwrite: tuple[int, ...]) -> list[Any]:
+def _rest(copy_target: int | None, op: Op) -> list[Any]:
     """What most ops do not have, at the end of their rows."""
-    if may_overwrite:
-        return [copy_target, list(may_overwrite)]
-    return [] if copy_target is None else [copy_target]
+    rest = [copy_target, list(op.may_overwrite), list(op.members)]
+    while rest and not (rest[-1] or rest[-1] == 0):
+        rest.pop()
+    return rest
 
 
 def _numbers(schedule: Schedule) -> list[int]:

@@ -15,19 +15,24 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from rekindle.core.cost import Profile
+from rekindle.core.ir import StepGraph
+from rekindle.core.schedule import Plan
 from rekindle.fx import rng
+from rekindle.fx.arena import CudaPool, Steered
 from rekindle.fx.cuda_random import Randomness, revive
 from rekindle.fx.execute import Program
 from rekindle.fx.meters import clear_workspaces
+from rekindle.fx.needs import Needs
 from rekindle.fx.parts import Part, split
 from rekindle.fx.tape import Kind
 
@@ -50,18 +55,24 @@ class Recorder(Protocol):
     device_type: str
 
     def capture(
-        self, run: Callable[[], list[Any]], generators: list[torch.Generator]
+        self,
+        run: Callable[[], list[Any]],
+        generators: list[torch.Generator],
+        steered: Steered | None,
     ) -> tuple[Graph, list[Any]]:
-        """Capture what a function does, which may draw from these generators; and its results."""
+        """Capture what a function does, which may draw from these generators; and its results.
+
+        `steered` says where its results should lie.
+        """
 
     def peak_bytes(self) -> int:
-        """The most bytes allocated since this was last asked."""
+        """The most bytes that were in use since this was last asked."""
 
 
 class CudaRecorder:
     """Captures CUDA graphs, all in one pool of memory: they never run at the same time.
 
-    A pool lives as long as one of its graphs does, and cannot be used again after that.
+    A pool lives as long as one of its graphs does. Only what is captured first in it is steered.
     """
 
     device_type = "cuda"
@@ -69,33 +80,53 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        self._pool: Any = None
-        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
+        self._pools: WeakKeyDictionary[torch.cuda.CUDAGraph, CudaPool] = WeakKeyDictionary()
+        self._peak_bytes = 0
 
     def capture(
-        self, run: Callable[[], list[Any]], generators: list[torch.Generator]
+        self,
+        run: Callable[[], list[Any]],
+        generators: list[torch.Generator],
+        steered: Steered | None,
     ) -> tuple[Graph, list[Any]]:
         graph = torch.cuda.CUDAGraph()
-        if not self._graphs:
-            self._pool = torch.cuda.graph_pool_handle()
         for generator in generators:
             graph.register_generator_state(generator)
         try:
             with _quiet(self._device), torch.cuda.stream(self._stream):
+                pool = self._pool_for(steered)
                 # Other threads, a data loader's for one, may go on using CUDA meanwhile.
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                graph.capture_begin(pool=pool.id, capture_error_mode="thread_local")
                 try:
-                    results = run()
+                    with steered.steering(pool) if steered else nullcontext():
+                        results = run()
                 finally:
                     graph.capture_end()
         except BaseException:
             for generator in (rng.generator_of(str(self._device)), *generators):
                 revive(generator)
             raise
-        self._graphs.add(graph)
+        if steered:
+            self._peak_bytes = max(self._peak_bytes, steered.peak_bytes)
+        self._pools[graph] = pool
         return graph, results
 
     def peak_bytes(self) -> int:
+        peak, self._peak_bytes = max(self._peak_bytes, self._counted_bytes()), 0
+        return peak
+
+    def _pool_for(self, steered: Steered | None) -> CudaPool:
+        """The pool that all graphs share, or a new one."""
+        self._peak_bytes = max(self._peak_bytes, self._counted_bytes())
+        for pool in self._pools.values():
+            return pool
+        pool = CudaPool(self._device)
+        if steered:
+            steered.start(pool)
+        return pool
+
+    def _counted_bytes(self) -> int:
+        """What the allocator has counted since this was last asked."""
         peak = torch.cuda.max_memory_allocated(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
         return peak
@@ -143,8 +174,17 @@ class Graphed:
     `reason` says why it does not, if so; `peak_bytes` what the captured step needed.
     """
 
-    def __init__(self, program: Program, recorder: Recorder) -> None:
+    def __init__(
+        self,
+        program: Program,
+        recorder: Recorder,
+        graph: StepGraph | None = None,
+        plan: Plan | None = None,
+        profile: Profile | None = None,
+    ) -> None:
+        """What is known of the step helps to place what it makes: its graph, plan and costs."""
         self.program = program
+        self._known = (graph, plan, profile)
         self.peak_bytes = 0
         self.reason = _obstacle(program)
         self._recorder = recorder
@@ -200,12 +240,18 @@ class Graphed:
         elif n_graphs > _MOST_GRAPHS:
             self.reason = self.reason or "work on the host cuts the step into too many parts"
         self._random = Randomness(program, self._parts)
+        functions = self._random.functions
+        graph, plan, profile = self._known
+        self._steered: Steered | None = None
+        if graph is not None and not self.reason:
+            self._steered = Steered(Needs(program, self._parts, graph, plan, profile))
+            functions = self._steered.functions(functions)
         self._functions = {
             part: program.compile(
                 part.nodes,
                 entering=part.entering,
                 returned=part.leaving,
-                functions=self._random.functions,
+                functions=functions,
             )[1]
             for part in self._parts
         }
@@ -292,7 +338,8 @@ class Graphed:
                     return self._run(part, own, state, entering)
 
             try:
-                graph, results = self._recorder.capture(run, self._random.generators(part))
+                generators = self._random.generators(part)
+                graph, results = self._recorder.capture(run, generators, self._steered)
             except (RuntimeError, AssertionError) as error:
                 self.give_up(f"the step cannot be captured ({str(error).splitlines()[0]})")
                 return self._run(part, batch, state, [values[node] for node in part.entering])

@@ -52,7 +52,7 @@ class Program:
         self._state: list[torch.Tensor] = []
         self._stack = ExitStack()
         recorded = len(recording.tape.optimizer_calls)
-        self._is_early = len(self.listing.optimizer_calls) > recorded
+        self.is_early = len(self.listing.optimizer_calls) > recorded
         self._has_begun = False  # to change parameters
         self.source, self._run = self.compile(self.listing.nodes, returned=self.outputs)
 
@@ -151,7 +151,7 @@ class Program:
 
         def step_optimizer(*grads: torch.Tensor) -> None:
             owners = [self._state[index] for index in params]
-            if not (self._is_early and self._has_begun):
+            if not (self.is_early and self._has_begun):
                 self._begin(owners)
             with ExitStack() as stack:
                 stack.enter_context(uninterrupted())
@@ -173,10 +173,10 @@ class Program:
         """Parameters are about to change: what is left of the step must not fail on the way."""
         if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             for device in {owner.device for owner in owners if owner.is_cuda}:
-                if not self._optimizer.state:  # it is made now, to stay: not in between
+                if not any(self._optimizer.state.values()):  # it is made now: not in between
                     torch.cuda.empty_cache()
                 _reserve(self._optimizer_bytes, device)
-        if self._is_early:
+        if self.is_early:
             self._stack.enter_context(uninterrupted())
         self._has_begun = True
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rekindle.core.improve import do_together, update_early, write_in_place
+from rekindle.core.improve import combine, update_early, write_in_place
 from rekindle.core.ir import StepGraph
 from rekindle.core.order import free_first
 from rekindle.fx import together
@@ -15,7 +15,7 @@ def improved(recording: Recording, graph: StepGraph) -> StepGraph:
 
     `graph` is as captured.
     """
-    return free_first(write_in_place(do_together(graph, together.kinds(recording, graph))))
+    return free_first(write_in_place(combine(graph, together.kinds(recording, graph))))
 
 
 def with_early_updates(recording: Recording, form: StepGraph) -> StepGraph | None:

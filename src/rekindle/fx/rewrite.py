@@ -17,8 +17,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from rekindle.core.improve import TOGETHER_TARGET, UPDATE_TARGET
-from rekindle.core.ir import Op, StepGraph
+from rekindle.core.ir import TOGETHER_TARGET, UPDATE_TARGET, Op, StepGraph
 from rekindle.core.schedule import Free, Run, Schedule, resolve
 from rekindle.fx import ops, rng, together
 from rekindle.fx.codegen import last_uses
@@ -168,7 +167,7 @@ class _Rewriter:
 
     def _compute_together(self, op: Op, step: Run) -> None:
         """One call for several recorded ones, and its results, each for itself."""
-        calls = [self.call_of[self.graph.values[value].name] for value in op.outputs]
+        calls = [self.call_of[member] for member in op.members]
         function, argument = together.combined(calls[0])
         tensors = [self._lead(together.operand(call), step) for call in calls]
         node = self._create(function, (tensors, argument), {}, op.name)

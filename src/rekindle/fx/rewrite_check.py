@@ -17,8 +17,7 @@ from typing import Any
 from torch import fx
 from torch._ops import OpOverload
 
-from rekindle.core.improve import TOGETHER_TARGET
-from rekindle.core.ir import StepGraph
+from rekindle.core.ir import TOGETHER_TARGET, StepGraph
 from rekindle.core.schedule import Compute, Schedule
 from rekindle.errors import RewriteError
 from rekindle.fx import ops, rng, together
@@ -206,12 +205,12 @@ class _Paper:
 
     def _run_together(self, node: fx.Node, env: dict[fx.Node, _Tensor]) -> None:
         """Several recorded calls of one tensor each, done by one."""
-        function, _ = together.combined(self.listing.together[node][0])
-        tensors = node.args[0]
-        assert isinstance(tensors, (list, tuple))
-        pairs = list(zip(self.listing.together[node], tensors, strict=True))
-        for index, (call, arg) in enumerate(pairs):
-            if function is not node.target or together.combined(call)[1] != node.args[1]:
+        members = self.graph.ops[self.listing.origin[node][0]].members
+        calls, tensors = [self.calls[member] for member in members], node.args[0]
+        if not isinstance(tensors, (list, tuple)) or len(tensors) != len(calls):
+            raise RewriteError(f"{node.name} does not do what each of its members did")
+        for index, (call, arg) in enumerate(zip(calls, tensors, strict=True)):
+            if together.combined(call) != (node.target, node.args[1]):
                 raise RewriteError(f"{node.name} does not do what {call.node.name} did")
             assert isinstance(arg, fx.Node)
             if [env[arg].seen()] != self.reads[call.node.name]:

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from rekindle.core.cost import Profile
-from rekindle.core.improve import UPDATE_TARGET
-from rekindle.core.ir import StepGraph
+from rekindle.core.ir import UPDATE_TARGET, StepGraph
 from rekindle.core.layout import schedule_of
 from rekindle.core.liveness import analyze
 from rekindle.core.schedule import Plan
@@ -34,6 +33,7 @@ from rekindle.fx.recording import Recording
 from rekindle.fx.rewrite import rewrite
 from rekindle.fx.rewrite_check import check_listing
 from rekindle.fx.timing import tensors_around
+from rekindle.fx.updates import is_one_by_one
 from rekindle.units import format_bytes
 
 log = logging.getLogger("rekindle")
@@ -65,9 +65,9 @@ class Arranger(Protocol):
         graph: StepGraph,
         batch: list[torch.Tensor],
         device: torch.device,
-        extra_bytes: int,
+        engines: EngineMaker,
     ) -> Arrangement:
-        """Decide about a captured step, given its batch's tensors."""
+        """Decide about a captured step, given its batch's tensors and how it will run."""
 
     def again(self, before: Arrangement, peak_bytes: int) -> Arrangement | None:
         """Decide anew after a step has needed more than its budget."""
@@ -94,16 +94,23 @@ class Variant:
         self._device = device
         self.arranged: Arrangement | None = None
         if arranger is not None:
-            extra = engines.extra_bytes(batch)
-            self.arranged = arranger.arrange(recording, self.graph, batch, device, extra)
+            self.arranged = arranger.arrange(recording, self.graph, batch, device, engines)
         self.engine = self._planned()
         self.guard = Guard(recording)
         self._is_first = True
+        self._is_second_plan = False
 
     @property
     def program(self) -> Program:
         """The generated code."""
         return self.engine.program if isinstance(self.engine, Graphed) else self.engine
+
+    def fetch(self) -> list[torch.Tensor] | None:
+        """The tensors around the step; None if the user's objects are not as they were."""
+        if self.program.is_early and not is_one_by_one(self.recording.around.optimizer):
+            self.guard.reason = "somebody watches the optimizer's steps now"
+            return None
+        return self.guard.fetch()
 
     def run(self, batch: list[torch.Tensor], state: list[torch.Tensor]) -> Any:
         """Run one step. The first one under a budget is watched, where that costs nothing."""
@@ -118,30 +125,32 @@ class Variant:
         return result
 
     def _hold_graphs_to_budget(self) -> None:
-        """Do without graphs if they need more than the budget, and the step itself does not."""
+        """Plan once more if graphs need more than the budget; then do without them."""
         if isinstance(self.engine, Graphed) and self.arranged:
             over = self.engine.peak_bytes - self.arranged.budget_bytes
-            if over > 0:
+            if over > 0 and not self._hold_to_budget(self.engine.peak_bytes):
                 self.engine.give_up(f"they need {format_bytes(over)} more than the budget")
 
-    def _hold_to_budget(self, peak_bytes: int) -> None:
-        """Plan once more if the first step has needed more than the budget."""
+    def _hold_to_budget(self, peak_bytes: int) -> bool:
+        """Plan anew, once, if a step has needed more than the budget; returns whether it did."""
         assert self.arranged is not None
         assert self._arranger is not None
         budget_bytes = self.arranged.budget_bytes
-        if peak_bytes <= budget_bytes:
-            return
+        if peak_bytes <= budget_bytes or self._is_second_plan:
+            return False
         log.warning(
-            "the first step took %s, and the budget is %s (%s was forecast)",
+            "the step took %s, and the budget is %s (%s was forecast)",
             format_bytes(peak_bytes),
             format_bytes(budget_bytes),
             format_bytes(self.arranged.plan.peak_bytes),
         )
         arranged = self._arranger.again(self.arranged, peak_bytes)
-        if arranged is not None:
-            log.warning("planned again, for %s less", format_bytes(peak_bytes - budget_bytes))
-            self.arranged = arranged
-            self.engine = self._planned()
+        if arranged is None:
+            return False
+        log.warning("planned again, for %s less", format_bytes(peak_bytes - budget_bytes))
+        self.arranged, self._is_second_plan = arranged, True
+        self.engine = self._planned()
+        return True
 
     def _planned(self) -> Engine:
         """The step as it was arranged, on its engine."""
@@ -152,10 +161,12 @@ class Variant:
             schedule = tuple(schedule_of(graph, None))
         else:
             optimizer_bytes = analyze(self.graph).optimizer_bytes()
-            return self._engines.make(Program(self.recording, None, optimizer_bytes))
+            return self._engines.make(Program(self.recording, None, optimizer_bytes), self.graph)
         listing = rewrite(self.recording, graph, schedule)
         check_listing(self.recording, graph, listing, schedule)
-        return self._engines.make(Program(self.recording, listing, self._optimizer_bytes()))
+        program = Program(self.recording, listing, self._optimizer_bytes())
+        known = (self.arranged.plan, self.arranged.profile) if self.arranged else (None, None)
+        return self._engines.make(program, graph, *known)
 
     def _optimizer_bytes(self) -> list[int]:
         """What is allocated from the first update on, beyond what is there then."""
@@ -283,12 +294,12 @@ class CapturedStep:
         flat = tree.flatten(batch)
         key = self._key(flat)
         for variant in self._known(key, flat.structure):
-            state = variant.guard.fetch()
+            state = variant.fetch()
             if state is not None:
                 self._variants.move_to_end(key)
                 return variant.run(flat.tensors, state)
         variant = self._capture(batch, key)
-        state = variant.guard.fetch()
+        state = variant.fetch()
         if state is None:
             raise RekindleError(
                 f"the step cannot be told from a changed one: {variant.guard.reason}"

@@ -50,16 +50,15 @@ def operand(call: Call) -> fx.Node:
 def kinds(recording: Recording, graph: StepGraph) -> list[list[int]]:
     """The ops of a step that could be done together, those of one kind in a list each."""
     call_of = {call.node.name: call for call in recording.tape.calls if not call.in_optimizer}
-    read = {value for op in graph.ops for value in op.inputs}.union(graph.outputs)
     found: dict[Any, list[int]] = {}
     for op in graph.ops:
         call = call_of.get(op.name)
-        if call is None or len(op.outputs) != 1 or len(op.inputs) != 1:
+        if call is None or len(op.outputs) > 1 or len(op.inputs) != 1:
             continue
-        result = graph.storage_of(op.outputs[0])
+        result = graph.storage_of((*op.outputs, *op.inputs)[0])
         device = recording.tape.storages[result.index].device
         is_cast = op.phase is Phase.BACKWARD and result.role is Role.GRAD and _is_cast(call, device)
-        is_count = op.phase is Phase.FORWARD and op.outputs[0] not in read and _is_count(call)
+        is_count = op.phase is Phase.FORWARD and not op.outputs and _is_count(call)
         if is_cast or is_count:
             source = graph.values[op.inputs[0]].dtype
             key = (*combined(call), source, result.device, call.grad_enabled)

@@ -78,7 +78,11 @@ def is_one_by_one(optimizer: torch.optim.Optimizer) -> bool:
 def _are_private(
     graph: StepGraph, optimizer_ops: list[int], params: list[int], grads: list[int]
 ) -> bool:
-    """Whether nobody after the optimizer's first op looks at what it changes, or at gradients."""
+    """Whether nobody could tell: when parameters change, what the state is, that gradients go.
+
+    Nobody else looks at the optimizer's state; nobody looks at parameters or gradients after the
+    optimizer's first op.
+    """
     own, storage_of = set(optimizer_ops), [value.storage for value in graph.values]
     later = [op for op in graph.ops[min(own, default=0) :] if op.index not in own]
     seen = {storage_of[value] for op in later for value in (*op.inputs, *op.mutates)}
@@ -86,4 +90,9 @@ def _are_private(
     freed = {storage_of[value] for value in grads}
     is_each_its_own = len(updated) == len(params) and len(freed) == len(grads)
     kept = {storage_of[value] for value in graph.outputs}
+    changed = {storage_of[value] for index in own for value in graph.ops[index].mutates}
+    others = [op for op in graph.ops if op.index not in own]
+    read = {storage_of[value] for op in others for value in (*op.inputs, *op.mutates)}
+    if not read.isdisjoint(changed - updated - freed):
+        return False
     return is_each_its_own and seen.isdisjoint(updated | freed) and kept.isdisjoint(freed)

@@ -1,0 +1,141 @@
+"""What a step's nodes are going to ask the allocator for, as far as its graph and profile tell."""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+
+import numpy as np
+from torch import fx
+
+from rekindle.core.cost import Profile
+from rekindle.core.ir import Phase, StepGraph
+from rekindle.core.layout import layout, schedule_of
+from rekindle.core.schedule import Compute, Plan
+from rekindle.core.simulate import main_device
+from rekindle.core.steering import REST_BYTES, Pieces, rounded
+from rekindle.fx.execute import Program
+from rekindle.fx.parts import Part
+
+# The library for these takes memory when it is first used on a stream, and keeps it.
+_PRODUCTS = frozenset(
+    ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "_addmm_activation")
+)
+
+
+class Needs:
+    """The large pieces that the captured nodes of a step ask for: results, and workspaces.
+
+    `pieces_of` has those of each node, by their number. After each of `last_before_unknown` comes a
+    call of the optimizer, which cannot be looked into.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        parts: list[Part],
+        graph: StepGraph,
+        plan: Plan | None,
+        profile: Profile | None,
+    ) -> None:
+        """`plan` is what the program was rewritten by, if anything; `graph` is of the plan."""
+        self._nbytes: list[int] = []
+        self.pieces_of: defaultdict[fx.Node, list[int]] = defaultdict(list)
+        self.last_before_unknown: set[fx.Node] = set()
+        self.has_products = False
+        self._start: list[int] = []
+        self._end: list[int] = []
+        self._is_steered: list[bool] = []
+        self._graph = graph
+        listing = program.listing
+        self._captured = {node for part in parts if part.is_graph for node in part.nodes}
+        self._calls = self._captured & listing.optimizer_calls.keys()
+        origin = {node: place for node, place in listing.origin.items() if node in self._captured}
+        if not listing.origin:  # the step as it was recorded: nodes have the names of their ops
+            ops = {op.name: op.index for op in graph.ops}
+            origin = {n: (ops[n.name], 0) for n in self._captured if n.name in ops}
+        node_of = {place: node for node, place in origin.items()}
+        schedule = schedule_of(graph, plan)
+        runs = [(step.op, step.copy) for step in schedule if isinstance(step, Compute)]
+        self._n_positions = len(runs)
+        nodes = [node_of.get(run) for run in runs]
+        self._add_results(plan, runs, nodes, self._left(program, parts))
+        if profile is not None:
+            workspaces = profile.workspaces_bytes.tolist()
+            for position, (run, node) in enumerate(zip(runs, nodes, strict=True)):
+                self._add(position, position, workspaces[run[0]], run[0], node)
+        for run, node in zip(runs, nodes, strict=True):
+            if node is not None and _operator(graph.ops[run[0]].target) in _PRODUCTS:
+                self.has_products = True
+        for part in parts:
+            for node, following in zip(part.nodes, part.nodes[1:], strict=False):
+                if following in self._calls:
+                    self.last_before_unknown.add(node)
+
+    @property
+    def n_pieces(self) -> int:
+        """How many pieces there are."""
+        return len(self._nbytes)
+
+    def pieces(self, library_bytes: int) -> Pieces:
+        """All pieces, with what a library keeps throughout as the last one; it is there first."""
+        has_library = library_bytes > REST_BYTES
+        last = [(0, self._n_positions, library_bytes, True)] if has_library else []
+        start = [each + 1 for each in self._start] + [each[0] for each in last]
+        end = [each + 1 for each in self._end] + [each[1] for each in last]
+        nbytes = self._nbytes + [each[2] for each in last]
+        is_steered = self._is_steered + [each[3] for each in last]
+        return Pieces(
+            np.array(start, dtype=np.int64),
+            np.array(end, dtype=np.int64),
+            np.array([rounded(each) for each in nbytes], dtype=np.int64),
+            np.array(is_steered, dtype=bool),
+        )
+
+    def _add_results(
+        self,
+        plan: Plan | None,
+        runs: list[tuple[int, int]],
+        nodes: list[fx.Node | None],
+        left: set[int],
+    ) -> None:
+        """Add what ops make. What a graph hands on to later parts is there as long as the graph."""
+        graph, device = self._graph, main_device(self._graph)
+        laid = layout(graph, plan, in_place=False, sharing=False)
+        lives = zip(laid.storage.tolist(), laid.start.tolist(), laid.end.tolist(), strict=True)
+        for storage, start, end in lives:
+            if graph.storages[storage].device == device:
+                last = self._n_positions - 1 if storage in left else end
+                nbytes = graph.storages[storage].nbytes
+                self._add(start, last, nbytes, runs[start][0], nodes[start])
+
+    def _add(self, start: int, end: int, nbytes: int, op: int, node: fx.Node | None) -> None:
+        """Add a piece, if it is a large one and made in a graph."""
+        in_call = self._graph.ops[op].phase is Phase.OPTIMIZER and bool(self._calls)
+        if nbytes <= REST_BYTES or (node is None and not in_call):
+            return
+        if node is not None:
+            self.pieces_of[node].append(len(self._nbytes))
+        self._nbytes.append(nbytes)
+        self._start.append(start)
+        self._end.append(end)
+        self._is_steered.append(node is not None)
+
+    def _left(self, program: Program, parts: list[Part]) -> set[int]:
+        """The storages of what graphs hand on."""
+        listing, graph = program.listing, self._graph
+        storage_of = {value.name: value.storage for value in graph.values}
+        found: set[int] = set()
+        for node in [node for part in parts if part.is_graph for node in part.leaving]:
+            call = listing.calls.get(node)
+            for result in call.results if call else ():
+                is_part = node.target is operator.getitem and result.target is operator.getitem
+                if not is_part or result.args[1] == node.args[1]:
+                    found.add(storage_of.get(result.name, -1))
+        return found
+
+
+def _operator(target: str) -> str:
+    """An operator's name without namespace and overload."""
+    names = target.split(".")
+    return names[1] if len(names) > 1 else target
