@@ -279,10 +279,13 @@ def segments_of(engine: Graphed) -> dict[int, int]:
     ("name", "batch", "budget"), [("bert-base", 16, "70%"), ("resnet50", 64, "60%")]
 )
 def test_reserved_memory_stays_close_to_the_peak(name: str, batch: int, budget: str) -> None:
+    """Of what is reserved while other tests' tensors are there, and the model's own."""
+    torch.use_deterministic_algorithms(False)
     gc.collect()
     torch.cuda.empty_cache()
-    there = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()  # of other tests
+    others = torch.cuda.memory_allocated()
     work = models.build(name, batch=batch, precision="bf16", device="cuda")
+    unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     parts = (work.train_step, work.model, work.optimizer, work.batch)
     watched = Watched(budget=budget)
     step = watched(*parts)
@@ -290,7 +293,8 @@ def test_reserved_memory_stays_close_to_the_peak(name: str, batch: int, budget: 
         step(work.batch)
     watched.check_graphs()
     assert len(segments_of(watched.engine)) == 1
-    assert torch.cuda.memory_reserved() - there <= 1.02 * watched.engine.peak_bytes
+    reserved = torch.cuda.memory_reserved() - unused - others
+    assert reserved <= 1.02 * (watched.engine.peak_bytes - others)
 
 
 @pytest.mark.filterwarnings("ignore:.*deterministic.*")
@@ -311,7 +315,7 @@ def test_a_steered_step_has_the_plain_ones_bits(budget: str | None) -> None:
 
 
 def test_plugs_do_not_count() -> None:
-    """What the captured step needed is what it needs when it is not steered."""
+    """Steered, a step needs no more than otherwise: less, as blocks are no larger than asked."""
     peaks = []
     for is_steered in (True, False):
         gc.collect()
@@ -327,7 +331,7 @@ def test_plugs_do_not_count() -> None:
         watched.check_graphs()
         peaks.append(watched.engine.peak_bytes - others)
         del work, watched, step
-    assert peaks[0] == pytest.approx(peaks[1], rel=0.02)
+    assert 0.9 * peaks[1] <= peaks[0] <= 1.001 * peaks[1]
 
 
 def test_the_allocator_does_as_its_model() -> None:

@@ -11,6 +11,9 @@ _LARGE = 10 * _MIB  # from here on, a request gets a segment of its own
 _SEGMENT = 2 * _MIB  # whose size is a multiple of this
 _SPLIT = 1 * _MIB  # and whose rest is split off if it is larger than this
 
+LARGE_BYTES = 1 * _MIB
+"""What is no larger comes from segments of its own kind, which are small."""
+
 ALLOCATORS = ("cuda", "exact")
 
 

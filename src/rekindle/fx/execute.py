@@ -12,13 +12,15 @@ memory that is needed until then is asked for beforehand, so that it does not ru
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx
 
+from rekindle.core.allocator import LARGE_BYTES, allocated_bytes
 from rekindle.fx.codegen import Code
 from rekindle.fx.interrupts import uninterrupted
 from rekindle.fx.recording import Recording
@@ -54,6 +56,7 @@ class Program:
         recorded = len(recording.tape.optimizer_calls)
         self.is_early = len(self.listing.optimizer_calls) > recorded
         self._has_begun = False  # to change parameters
+        self._new_state: list[torch.cuda.MemPool] = []  # where it goes, in the first step
         self.source, self._run = self.compile(self.listing.nodes, returned=self.outputs)
 
     def __call__(self, batch: list[torch.Tensor], state: list[torch.Tensor]) -> Any:
@@ -85,6 +88,7 @@ class Program:
             torch._C._set_grad_enabled(was_enabled)  # first, and at once: interrupts may come
             self._state = []
             self._stack = ExitStack()
+            self._new_state = []
 
     def finish(self, tensors: Iterable[torch.Tensor], state: list[torch.Tensor]) -> Any:
         """Put a step's outputs where they belong; returns what the user's function returns."""
@@ -154,6 +158,8 @@ class Program:
             if not (self.is_early and self._has_begun):
                 self._begin(owners)
             with ExitStack() as stack:
+                for pool in self._new_state:
+                    stack.enter_context(torch.cuda.use_mem_pool(pool, owners[0].device))
                 stack.enter_context(uninterrupted())
                 stack.enter_context(_ForceDispatchKeyGuard(*self._user_keys))
                 stack.enter_context(torch.enable_grad())
@@ -173,12 +179,27 @@ class Program:
         """Parameters are about to change: what is left of the step must not fail on the way."""
         if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             for device in {owner.device for owner in owners if owner.is_cuda}:
-                if not any(self._optimizer.state.values()):  # it is made now: not in between
-                    torch.cuda.empty_cache()
+                if not any(self._optimizer.state.values()):
+                    self._make_room_for_state(device)
                 _reserve(self._optimizer_bytes, device)
         if self.is_early:
             self._stack.enter_context(uninterrupted())
         self._has_begun = True
+
+    def _make_room_for_state(self, device: torch.device) -> None:
+        """Have the optimizer make its state in memory of its own, all in one piece.
+
+        It comes to stay: between gradients, it would hold the memory around it, too.
+        """
+        torch.cuda.empty_cache()
+        tape = self.recording.tape
+        own = {tape.metas[e.node].storage for e in tape.entries if e.kind is Kind.OPT_STATE}
+        sizes = np.array([tape.storages[each].nbytes for each in own], dtype=np.int64)
+        large = allocated_bytes(sizes[sizes > LARGE_BYTES], "cuda")
+        pool = torch.cuda.MemPool()
+        with torch.cuda.use_mem_pool(pool, device), suppress(torch.OutOfMemoryError):
+            _reserve([int(large.sum())], device)
+        self._new_state = [pool]
 
 
 def _reserve(sizes: Sequence[int], device: torch.device) -> None:
