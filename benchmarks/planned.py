@@ -134,10 +134,10 @@ def _planned(
     costs = None if within is None else profile
     step = rekindle.optimize(*parts, budget=within, engine=engine, profile=costs)
     seconds = time.perf_counter() - start
-    runs = step.captured._first.engine
     for _ in range(3):
         step(parts[3])
     torch.cuda.synchronize()
+    runs = step.captured._first.engine
     reserved = torch.cuda.memory_reserved()
     found = measure(lambda: step(parts[3]), device=DEVICE, steps=8, warmup=1)
     is_graphed = isinstance(runs, Graphed)
