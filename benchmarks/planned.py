@@ -18,8 +18,8 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -53,8 +53,8 @@ ALL = [*CASES, "equal", "zoo"]
 DEVICE = torch.device("cuda")
 
 
-def run_case(case: str, engines: list[str]) -> list[dict[str, Any]]:
-    """All rows of one case: plain, with checkpoints, and planned."""
+def run_case(case: str, engines: list[str]) -> Iterator[dict[str, Any]]:
+    """All rows of one case, as they come: plain, planned, and with checkpoints."""
     name, batch, budgets = CASES[case]
 
     def plainly(parts: Any) -> Measurement:
@@ -64,8 +64,8 @@ def run_case(case: str, engines: list[str]) -> list[dict[str, Any]]:
     plain = plainly(_built(name, batch))
     reserved = torch.cuda.memory_reserved()
     head = {"case": case, "model": name, "batch": batch}
-    rows: list[dict[str, Any]] = [{**head, "way": "plain", **_figures(plain)}]
-    rows[0]["reserved_of_peak"] = round(reserved / plain.peak_bytes, 4)
+    share = round(reserved / plain.peak_bytes, 4)
+    yield {**head, "way": "plain", **_figures(plain), "reserved_of_peak": share}
     _settle()
     parts = _built(name, batch)  # anew: where optimizer state lies would be the plain step's doing
     captured = rekindle.capture(*parts)
@@ -76,27 +76,30 @@ def run_case(case: str, engines: list[str]) -> list[dict[str, Any]]:
     for engine in engines:
         least = [_least_bytes(parts, engine, profile)] if batch < 32 else []
         for budget in (*budgets, None, *least):
-            rows.append({**head, **_planned(parts, case, budget, engine, profile, plain)})
-            print(json.dumps({k: v for k, v in rows[-1].items() if k in _SHOWN}), flush=True)
-    rows.append({**head, "way": "plain, again", **_figures(plainly(parts)), "profile_s": profile_s})
+            yield {**head, **_planned(parts, case, budget, engine, profile, plain)}
+    yield {**head, "way": "plain, again", **_figures(plainly(parts)), "profile_s": profile_s}
     if name.startswith("bert"):
         _settle()
         start = time.perf_counter()  # as a user calls it, with nothing measured before
         step = rekindle.optimize(*parts, budget=budgets[1], engine=engines[-1])
         step(parts[3])
         torch.cuda.synchronize()
-        rows.append({**head, "way": "first step", "seconds": time.perf_counter() - start})
+        yield {**head, "way": "first step", "seconds": time.perf_counter() - start}
         del step
     checkpoint_every_block(parts[1])
     found = plainly(parts)
-    rows.append({**head, "way": "checkpoint every block", **_figures(found)})
-    rows[-1]["peak_of_plain"] = round(found.peak_bytes / plain.peak_bytes, 4)
-    rows[-1]["time_of_plain"] = round(found.step_us / plain.step_us, 4)
-    return rows
+    row = {**head, "way": "checkpoint every block", **_figures(found)}
+    row["peak_of_plain"] = round(found.peak_bytes / plain.peak_bytes, 4)
+    row["time_of_plain"] = round(found.step_us / plain.step_us, 4)
+    yield row
 
 
 _SHOWN = (
     *(
+        "way",
+        "model",
+        "equal",
+        "seconds",
         "case",
         "budget",
         "updates",
@@ -206,7 +209,6 @@ def without_budget(name: str, batch: int) -> dict[str, Any]:
         "time_of_plain": round(found.step_us / plain.step_us, 4),
         "reserved_of_peak": round(torch.cuda.memory_reserved() / found.peak_bytes, 4),
     }
-    print(json.dumps({k: v for k, v in row.items() if k not in ("plain", "found")}), flush=True)
     return row
 
 
@@ -219,7 +221,6 @@ def equal(name: str, batch: int, budget: str, engine: str) -> dict[str, Any]:
         found = rekindle.verify(*parts, budget=budget, steps=5, engine=engine)
     finally:
         torch.use_deterministic_algorithms(False)
-    print(f"{name:>10} ×{batch:<4} {budget:>4} {engine}  equal: {found.equal}", flush=True)
     return {
         "way": "equal",
         "model": name,
@@ -239,26 +240,33 @@ def main() -> None:
     parser.add_argument("--alone", action="store_true", help="one case, in this process")
     given = parser.parse_args()
     if given.alone:
-        case = given.case[0]
-        if case == "equal":
-            rows = [equal(*each, engine=name) for each in EQUAL for name in given.engine]
-        elif case == "zoo":
-            rows = [without_budget(*each) for each in ZOO.items()]
-        else:
-            rows = run_case(case, given.engine)
-        given.out.write_text(json.dumps(rows))
+        rows: list[dict[str, Any]] = []
+        for row in _rows(given.case[0], given.engine):
+            rows.append(row)
+            write(given.out, "planned", rows)  # a run that is stopped leaves what it has
+            shown = {key: value for key, value in row.items() if key in _SHOWN}
+            print(json.dumps(shown), flush=True)
         return
     rows = []
-    with TemporaryDirectory() as folder:
-        for case in given.case:
-            out = Path(folder) / f"{case}.json"
-            command = [sys.executable, __file__, "--alone", "--case", case, "--out", str(out)]
-            done = subprocess.run([*command, "--engine", *given.engine], check=False)
-            if done.returncode:
-                rows.append({"case": case, "failed": done.returncode})
-            else:
-                rows += json.loads(out.read_text())
-            write(given.out, "planned", rows)
+    for case in given.case:
+        out = given.out.with_suffix(f".{case}.json")
+        command = [sys.executable, __file__, "--alone", "--case", case, "--out", str(out)]
+        done = subprocess.run([*command, "--engine", *given.engine], check=False)
+        if out.exists():
+            rows += json.loads(out.read_text())["cases"]
+            out.unlink()
+        if done.returncode:
+            rows.append({"case": case, "failed": done.returncode})
+        write(given.out, "planned", rows)
+
+
+def _rows(case: str, engines: list[str]) -> Iterator[dict[str, Any]]:
+    if case == "equal":
+        yield from (equal(*each, engine=name) for each in EQUAL for name in engines)
+    elif case == "zoo":
+        yield from (without_budget(*each) for each in ZOO.items())
+    else:
+        yield from run_case(case, engines)
 
 
 if __name__ == "__main__":
