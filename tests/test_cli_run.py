@@ -15,6 +15,7 @@ from commands import run
 from tiny_step import ABOUT, tiny_step
 
 import rekindle
+from rekindle import arrange
 from rekindle.cli import work
 from rekindle.core.serial import load_plan, save_profile
 
@@ -85,6 +86,7 @@ def in_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Profiles are kept in that folder, too: what is measured once is measured for all tests."""
     monkeypatch.chdir(folder)
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    monkeypatch.setattr(arrange, "_QUICK_US", 0.0)
 
 
 def run_as_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:

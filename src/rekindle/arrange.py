@@ -27,6 +27,7 @@ from rekindle.units import format_bytes, parse_budget
 
 log = logging.getLogger("rekindle")
 
+_QUICK_US = 5e6  # a step on the CPU that takes no longer is not worth a kept profile
 _MATTERS = 0.02  # of the peak: gradients that are less are not worth calling the optimizer for
 _CALL_US = 50.0  # what a call of the optimizer costs beside its kernels
 # How far the allocator may be above the forecast, as a share of the budget. CUDA's hands out blocks
@@ -47,12 +48,12 @@ def measured_profile(
     """A measured profile, from the cache where it is there.
 
     What CUDA's libraries allocate is kept with it; what else is there beside the step is counted
-    each time.
+    each time. A CPU's times depend on what else it does: what takes but a moment is measured anew.
     """
     name, versions = measure.device_name(device), measure.versions(device)
     beside = _bytes_beside(recording, batch or [], device)
     kept = profile_cache.load(graph, name, versions) if cache and runs <= 3 else None
-    if kept is not None:
+    if kept is not None and (device.type != "cpu" or kept.step_us > _QUICK_US):
         return replace(kept, overhead_bytes=kept.overhead_bytes + beside)
     measured = measure.measure_profile(
         recording, graph, batch, device, runs=runs, progress=progress

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import rekindle
+from rekindle import arrange
 from rekindle.core.ir import StepGraph
 from rekindle.fx import cache, measure
 
@@ -33,6 +34,7 @@ def captured(hidden: int = 6) -> rekindle.CapturedStep:
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(arrange, "_QUICK_US", 0.0)  # these steps take but a moment
     return tmp_path
 
 
@@ -67,6 +69,19 @@ def test_the_second_time_nothing_is_measured(monkeypatch: pytest.MonkeyPatch, ho
     assert second == first
     with pytest.raises(AssertionError, match="measured again"):
         rekindle.profile(captured(), cache=False)
+
+
+def test_what_takes_but_a_moment_on_the_cpu_is_measured_anew(
+    monkeypatch: pytest.MonkeyPatch, counted: list[StepGraph], home: Path
+) -> None:
+    """Times from when the machine was busy would be far off."""
+    monkeypatch.setattr(arrange, "_QUICK_US", 1e9)
+    rekindle.profile(captured(), runs=1)
+    (path,) = kept(home)
+    written = path.stat().st_mtime_ns
+    rekindle.profile(captured(), runs=1)
+    assert len(counted) == 2
+    assert kept(home)[0].stat().st_mtime_ns > written
 
 
 def test_without_the_cache_nothing_is_read_or_written(counted: list[StepGraph], home: Path) -> None:
