@@ -179,11 +179,13 @@ class Arranger:
                 raise InfeasibleBudget(budget_bytes=budget_bytes, least_peak_bytes=least) from None
             plan = self._make(running, costs, budget_bytes)
         plan.check(running)
+        n_updates = sum(op.target == UPDATE_TARGET for op in running.ops)
         log.info(
-            "planned for %s: a peak of %s, %.1f ms of recomputation",
+            "planned for %s: a peak of %s, %.1f ms of recomputation%s",
             format_bytes(budget_bytes),
             format_bytes(plan.peak_bytes),
             plan.recompute_us / 1e3,
+            f", updates as gradients come, in {n_updates} calls" if n_updates else "",
         )
         return Arrangement(plan, running, costs, profile, budget_bytes)
 
