@@ -129,6 +129,8 @@ class Arranger:
             at_end = self._within(form, captured)
         except InfeasibleBudget as error:
             others = [graph] if early is None else [early, graph]
+            if engines.has_graphs:  # which early updates would cost
+                others.reverse()
             return self._first_within(others, captured, error)
         if early is None or engines.has_graphs or not _holds_gradients(at_end):
             return at_end

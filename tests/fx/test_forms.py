@@ -1078,3 +1078,60 @@ def test_the_check_sees_a_counter_that_does_not_count() -> None:
     listing.together[node] = calls[:-1]
     with pytest.raises(RewriteError):
         is_right(*found)
+
+
+class Holding(nn.Module):
+    """Trains tensors that are no parameters: an attribute, one in a list, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = layers(2)
+        self.scale = torch.ones(WIDTH, requires_grad=True)
+        self.shifts = [torch.zeros(WIDTH, requires_grad=True)]
+        self.register_buffer("factor", torch.ones(WIDTH, requires_grad=True))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.body(x) * self.scale * self.factor + self.shifts[0]
+        return out
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_tensors_that_are_trained_and_are_no_parameters(planned: bool) -> None:
+    def make() -> Parts:
+        model = Holding()
+        own = [*model.parameters(), model.scale, *model.shifts, model.factor]
+        optimizer = torch.optim.AdamW(own, lr=0.1)  # type: ignore[arg-type]
+        return square_step, model, optimizer, torch.randn(8, WIDTH)
+
+    trained: list[torch.Tensor] = []
+
+    def optimize(*parts: Any) -> Any:
+        held = parts[1]
+        trained.extend((held.scale, held.shifts[0], held.factor))
+        return rekindle.optimize(*parts, budget="100%" if planned else None)
+
+    before = [torch.ones(WIDTH), torch.zeros(WIDTH), torch.ones(WIDTH)]
+    found = compare(make, optimize, steps=3)
+    assert found.equal
+    assert all(not torch.equal(a, b) for a, b in zip(trained, before, strict=True))
+
+
+def test_gradients_that_a_step_clears_first_are_not_counted_twice() -> None:
+    """They are left from the step before, and go before anything is made."""
+
+    def clearing_first(model: nn.Module, optimizer: Any, batch: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    def make() -> Parts:
+        model = layers(6)
+        return clearing_first, model, adam(model), torch.randn(256, WIDTH)
+
+    found = compare(make, lambda *parts: rekindle.optimize(*parts, budget="90%"), steps=3)
+    assert found.equal
+    assert found.is_within_budget
+    assert found.plain_trace is not None
+    assert found.plain_peak_bytes == pytest.approx(found.plain_trace.peak_bytes, rel=0.02)

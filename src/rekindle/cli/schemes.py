@@ -195,7 +195,7 @@ def _measured(
         before = 0  # on the CPU, the allocator is watched from the step's start on
         if captured.device.type == "cuda":
             before = torch.cuda.memory_allocated(captured.device)
-        peak = peak_bytes(step, captured.device, ())
+        peak = peak_bytes(step, captured.device, tuple)
         forecast = forecast_bytes(captured.graph, profile, plan)
         found[scheme.name] = Measured(peak - before, forecast)
     return found

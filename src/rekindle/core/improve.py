@@ -338,7 +338,11 @@ def _extra_bytes(graph: StepGraph, profile: Profile, ops: Sequence[Op]) -> int:
     made = {graph.values[value].storage for op in ops for value in op.outputs}
     own = np.array(sorted(made - set(np.flatnonzero(liveness.is_resident))), dtype=np.int64)
     return max(
-        int(sizes[own[(liveness.birth[own] <= op.index) & (op.index <= liveness.death[own])]].sum())
+        int(
+            sizes[
+                own[(liveness.birth[own] <= op.index) & (op.index <= liveness.release[own])]
+            ].sum()
+        )
         + profile.costs[op.index].workspace_bytes
         for op in ops
     )

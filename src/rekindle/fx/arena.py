@@ -207,7 +207,11 @@ class Steered:
         """Plan the arena and have it in the pool, if it is worth it and looks as it should."""
         needs = self._needs
         pieces = needs.pieces(pool.library_bytes() if needs.has_products else 0)
-        plan = plan_arena(pieces)
+        try:
+            plan = plan_arena(pieces)
+        except Mismatch as mismatch:
+            log.info("no arena was planned: %s", mismatch)
+            return
         if plan.arena_bytes < _LEAST_BYTES:
             return
         base = pool.reserve(plan.arena_bytes)

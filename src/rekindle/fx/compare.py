@@ -169,8 +169,11 @@ class _Training:
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         for _ in range(steps - 1):
             self._train(step, batch)
-        around = tensors_around(model, optimizer, batch)
-        self.peak_bytes = peak_bytes(lambda: self._train(step, batch), device, around)
+        self.peak_bytes = peak_bytes(
+            lambda: self._train(step, batch),
+            device,
+            lambda: tensors_around(model, optimizer, batch),
+        )
         self.state.update(state_of(model, optimizer))
 
     def _train(self, step: Callable[[Any], Any], batch: Any) -> None:

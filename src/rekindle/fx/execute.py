@@ -12,7 +12,7 @@ memory that is needed until then is asked for beforehand, so that it does not ru
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -57,6 +57,9 @@ class Program:
         self.is_early = len(self.listing.optimizer_calls) > recorded
         self._has_begun = False  # to change parameters
         self._new_state: list[torch.cuda.MemPool] = []  # where it goes, in the first step
+        tape = recording.tape
+        own = {tape.metas[e.node].storage for e in tape.entries if e.kind is Kind.OPT_STATE}
+        self._state_bytes = [tape.storages[each].nbytes for each in sorted(own)]
         self.source, self._run = self.compile(self.listing.nodes, returned=self.outputs)
 
     def __call__(self, batch: list[torch.Tensor], state: list[torch.Tensor]) -> Any:
@@ -179,7 +182,7 @@ class Program:
         """Parameters are about to change: what is left of the step must not fail on the way."""
         if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             for device in {owner.device for owner in owners if owner.is_cuda}:
-                if not any(self._optimizer.state.values()):
+                if self._state_bytes and not any(self._optimizer.state.values()):
                     self._make_room_for_state(device)
                 _reserve(self._optimizer_bytes, device)
         if self.is_early:
@@ -192,14 +195,17 @@ class Program:
         It comes to stay: between gradients, it would hold the memory around it, too.
         """
         torch.cuda.empty_cache()
-        tape = self.recording.tape
-        own = {tape.metas[e.node].storage for e in tape.entries if e.kind is Kind.OPT_STATE}
-        sizes = np.array([tape.storages[each].nbytes for each in own], dtype=np.int64)
+        sizes = np.array(self._state_bytes, dtype=np.int64)
         large = allocated_bytes(sizes[sizes > LARGE_BYTES], "cuda")
-        pool = torch.cuda.MemPool()
-        with torch.cuda.use_mem_pool(pool, device), suppress(torch.OutOfMemoryError):
-            _reserve([int(large.sum())], device)
-        self._new_state = [pool]
+        with torch.cuda.device(device):
+            pool = torch.cuda.MemPool()
+        try:
+            with torch.cuda.use_mem_pool(pool, device):
+                _reserve([int(large.sum())], device)
+        except torch.OutOfMemoryError:  # not in one piece
+            _reserve(self._state_bytes, device)
+        else:
+            self._new_state = [pool]
 
 
 def _reserve(sizes: Sequence[int], device: torch.device) -> None:

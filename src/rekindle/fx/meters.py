@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.autograd import DeviceType
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as torch_profile
 
@@ -172,22 +173,32 @@ def clear_workspaces() -> None:
     torch._C._cuda_clearCublasWorkspaces()
 
 
-def peak_bytes(step: Callable[[], Any], device: torch.device, around: Iterable[Any]) -> int:
+def peak_bytes(
+    step: Callable[[], Any], device: torch.device, around: Callable[[], Iterable[Any]]
+) -> int:
     """The most bytes allocated on a device at any moment of a step, which is run for it.
 
     CUDA's allocator counts all there is. The CPU's is watched while the step runs: what was there
-    before is taken to be the tensors `around`.
+    before is taken to be the tensors that `around` returns, but for those that go in the step, as
+    gradients do that it clears when it begins.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         step()
         return torch.cuda.max_memory_allocated(device)
-    tensors = [leaf for leaf in around if isinstance(leaf, torch.Tensor) and not leaf.is_meta]
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    storages = {
+        leaf.untyped_storage().data_ptr(): (
+            leaf.untyped_storage().nbytes(),
+            StorageWeakRef(leaf.untyped_storage()),
+        )
+        for leaf in around()
+        if isinstance(leaf, torch.Tensor) and not leaf.is_meta
+    }
     with _watching_the_allocator() as profiler:
         step()
-    return sum(storages.values()) + int(allocations(profiler)[1].max())
+    there = sum(nbytes for nbytes, storage in storages.values() if not storage.expired())
+    return there + int(allocations(profiler)[1].max())
 
 
 def _watching_the_allocator() -> Any:

@@ -7,7 +7,7 @@ buffer puts another tensor there, and the next step must see it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -46,7 +46,10 @@ class Surroundings:
         self.slots: list[Slot] = []
         self.ties: list[tuple[Slot, int]] = []  # further places of a tensor, and its slot
         slot_of: dict[int, int] = {}  # by the identity of the tensor: tied weights are one
+        trained = {id(param) for group in optimizer.param_groups for param in group["params"]}
         for slot in self._all_slots():
+            if id(slot.get()) in trained:  # a plain tensor that a module holds may be, too
+                slot = replace(slot, kind=Kind.PARAM)
             index = slot_of.setdefault(id(slot.get()), len(self.slots))
             if index == len(self.slots):
                 self.slots.append(slot)

@@ -42,7 +42,7 @@ def measure(
     """
     for _ in range(warmup):
         step()
-    peak = peak_bytes(step, device, around())
+    peak = peak_bytes(step, device, around)
     samples = _cuda_samples_us(step, steps) if device.type == "cuda" else _samples_us(step, steps)
     return Measurement(peak, statistics.median(samples), tuple(samples))
 
