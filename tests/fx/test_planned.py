@@ -101,7 +101,7 @@ def trained(step: Callable[[Any], Any], objects: list[Any]) -> tuple[State, int]
     torch.manual_seed(11)
     for _ in range(STEPS - 1):
         train()
-    peak = peak_bytes(train, CPU, tensors_around(model, optimizer, batch))
+    peak = peak_bytes(train, CPU, lambda: tensors_around(model, optimizer, batch))
     return results | state_of(model, optimizer), peak
 
 

@@ -75,7 +75,11 @@ def do_together(graph: StepGraph, kinds: Iterable[Sequence[int]]) -> StepGraph:
     values = tuple(
         replace(v, producer=None if v.producer is None else producer[v.index]) for v in graph.values
     )
-    storages = tuple(replace(storage, held_until=-1) for storage in graph.storages)
+    shift = len(found) - len(graph.ops)  # of the optimizer's ops, which come last
+    storages = tuple(
+        replace(storage, held_until=max(held + shift, -1))
+        for storage, held in zip(graph.storages, _held(graph), strict=True)
+    )
     return StepGraph(tuple(found), values, storages, graph.outputs)
 
 
@@ -174,10 +178,17 @@ def _freshened(graph: StepGraph, moved: dict[int, int]) -> tuple[Storage, ...]:
             storage,
             nbytes=0 if storage.index in moved else storage.nbytes,
             role=roles.get(storage.index, storage.role),
-            held_until=-1,
+            held_until=held,
         )
-        for storage in graph.storages
+        for storage, held in zip(graph.storages, _held(graph), strict=True)
     )
+
+
+def _held(graph: StepGraph) -> list[int]:
+    """Until which op each storage is held by what we do not run: the user's own optimizer."""
+    birth = analyze(graph).birth.tolist()
+    in_update = [op.phase is Phase.OPTIMIZER for op in graph.ops] + [False]
+    return [s.held_until if in_update[birth[s.index]] else -1 for s in graph.storages]
 
 
 def update_early(

@@ -110,7 +110,8 @@ def analyze(graph: StepGraph) -> Liveness:
     """When each storage is born and dies; computed once a graph.
 
     A storage dies after the last use of any of its aliases; a weight's gradient when the optimizer
-    call that reads it has finished, since it is only then that anything lets go of it. A gradient
+    call that reads it has finished, since it is only then that anything lets go of it; what the
+    optimizer makes for itself, when its own code lets go of it. A gradient
     that is there before the step is resident; one that is still there after the step is an output.
     """
     found: Liveness | None = graph.__dict__.get("_liveness")  # as cached_property does
@@ -141,6 +142,9 @@ def _analyze(graph: StepGraph) -> Liveness:
     birth[is_resident] = 0
     death[is_resident | is_output] = n_ops - 1
     held = np.array([storage.held_until for storage in graph.storages], dtype=np.int64)
+    in_update = np.array([op.phase is Phase.OPTIMIZER for op in graph.ops] + [False], dtype=bool)
+    own = in_update[birth] & (death >= 0)  # the optimizer's own: it is the user's, however we run
+    death[own] = np.maximum(death, held)[own]
     release = np.where(death >= 0, np.maximum(death, held), -1)
     return Liveness(graph, birth, death, release, is_resident, is_output)
 

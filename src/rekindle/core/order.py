@@ -134,6 +134,6 @@ def _in_order(graph: StepGraph, ops: Sequence[Op]) -> StepGraph:
             replace(value, producer=None if value.producer is None else place[value.producer])
             for value in graph.values
         ),
-        storages=tuple(replace(storage, held_until=-1) for storage in graph.storages),
+        storages=graph.storages,
         outputs=graph.outputs,
     )
