@@ -36,7 +36,8 @@ def parts(name: str, batch: int, precision: str) -> tuple[Any, ...]:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(("name", "batch", "budget"), CASES)
 def test_the_same_bits(name: str, batch: int, budget: str, precision: str) -> None:
-    found = rekindle.verify(*parts(name, batch, precision), budget=budget, steps=3)
+    given = parts(name, batch, precision)
+    found = rekindle.verify(*given, budget=budget, steps=3, engine="python")  # graphs: elsewhere
     assert found.differences == ()
 
 
