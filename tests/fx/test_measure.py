@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 import rekindle
 from rekindle import models
 from rekindle.errors import ProfileError
-from rekindle.fx import measure
+from rekindle.fx import interpret, measure
 from rekindle.fx.meters import allocations
 
 ZOO: dict[str, dict[str, int]] = {
@@ -345,3 +345,19 @@ def test_room_that_runs_out_in_the_middle(monkeypatch: pytest.MonkeyPatch) -> No
     assert "alone" in measure_it().method
     assert all(same(before[name], value) for name, value in model.state_dict().items())
     assert step(batch) is not None
+
+
+@pytest.mark.parametrize("name", ["resnet-tiny", "bert-tiny"])
+def test_numbers_stay_numbers_while_measuring(name: str) -> None:
+    """Before the first step there is no optimizer state: what stands for it must be one."""
+    work = models.build(name, **ZOO[name])
+    step = captured(work)
+    batch = step.first_batch()
+    assert batch is not None
+    with interpret.preserved(step.recording, batch):
+        for _ in range(3):
+            given = interpret.inputs(step.recording, batch)
+            interpret.run(
+                step.recording, given, lambda index, op, args, kwargs: op(*args, **kwargs)
+            )
+            assert all(param.isfinite().all() for param in work.model.parameters())

@@ -22,7 +22,11 @@ Around = Callable[[int, Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 def inputs(recording: Recording, batch: list[torch.Tensor]) -> dict[fx.Node, torch.Tensor]:
-    """A tensor for all that enters the step; optimizer state that is not there yet is made up."""
+    """A tensor for all that enters the step; optimizer state that is not there yet is all zeros.
+
+    That is how optimizers start. Whatever else would make numbers of the parameters that are none
+    (the root of a negative average), and kernels may take another time for those.
+    """
     slots = {(slot.kind, slot.name): slot for slot in recording.around.slots}
     made = dict(zip(recording.batch_nodes, batch, strict=True))
     for entry in recording.tape.entries:
@@ -34,7 +38,7 @@ def inputs(recording: Recording, batch: list[torch.Tensor]) -> dict[fx.Node, tor
         elif _is_real(entry.tensor):
             made[entry.node] = entry.tensor
         else:
-            made[entry.node] = make_up(recording, entry.node)
+            made[entry.node] = make_up(recording, entry.node).zero_()
     return made
 
 
