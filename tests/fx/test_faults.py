@@ -325,17 +325,15 @@ def test_an_interrupt_after_any_call_before_the_first_operator() -> None:
     assert stuck == []
 
 
-def test_an_interrupt_at_any_line_of_the_optimizer() -> None:
-    """Between operators, too: while gradients are handed over, and while handlers are changed."""
+def interrupted_at_lines(trial: Trial, *, every: int = 1) -> dict[str, set[str]]:
+    """Interrupt steps at lines of the code around and in the optimizer; by outcome, which."""
     files = ("fx/execute.py", "fx/interrupts.py", *AtLine.OPTIMIZERS)
-    trial = chain_trial("planned", make=momentum)
-    trial.train()
     with AtLine(*files) as lines:
         trial.step(trial.batch)
     assert trial.outcome() == AFTER
     assert lines.count > 100
     found: dict[str, set[str]] = {BEFORE: set(), AFTER: set()}
-    for number in range(lines.count):
+    for number in range(0, lines.count, every):
         line = AtLine(*files, number=number)
         with pytest.raises(KeyboardInterrupt), line:
             trial.step(trial.batch)
@@ -343,6 +341,14 @@ def test_an_interrupt_at_any_line_of_the_optimizer() -> None:
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, line.place
         assert all(param.grad is None for param in trial.model.parameters()), line.place
     assert found.keys() == {BEFORE, AFTER}, found
+    return found
+
+
+def test_an_interrupt_at_any_line_of_the_optimizer() -> None:
+    """Between operators, too: while gradients are handed over, and while handlers are changed."""
+    trial = chain_trial("planned", make=momentum)
+    trial.train()
+    found = interrupted_at_lines(trial)
     assert any("torch/optim" in place for place in found[AFTER])
     assert not any("torch/optim" in place for place in found[BEFORE])
     trial.train()

@@ -15,7 +15,15 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from fx.test_faults import AFTER, BEFORE, AtLine, AtOp, Trial, interrupt, momentum
+from fx.test_faults import (
+    AFTER,
+    BEFORE,
+    AtOp,
+    Trial,
+    interrupt,
+    interrupted_at_lines,
+    momentum,
+)
 from fx.test_faults import run_out_of_memory as run_out
 from fx.test_planned import ZOO, zoo_parts
 from square_step import square_step
@@ -818,20 +826,8 @@ def test_an_interrupt_at_any_op_of_an_early_step() -> None:
 
 @pytest.mark.usefixtures("_usual_interrupts")
 def test_an_interrupt_at_any_line_of_an_early_step() -> None:
-    files = ("fx/execute.py", "fx/interrupts.py", *AtLine.OPTIMIZERS)
     trial = early_trial()
-    with AtLine(*files) as lines:
-        trial.step(trial.batch)
-    assert trial.outcome() == AFTER
-    found: dict[str, set[str]] = {BEFORE: set(), AFTER: set()}
-    for number in range(0, lines.count, 3):
-        line = AtLine(*files, number=number)
-        with pytest.raises(KeyboardInterrupt), line:
-            trial.step(trial.batch)
-        found.setdefault(trial.outcome(), set()).add(line.place)
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, line.place
-        assert all(param.grad is None for param in trial.model.parameters()), line.place
-    assert found.keys() == {BEFORE, AFTER}, found
+    interrupted_at_lines(trial, every=3)
     trial.train()
 
 
