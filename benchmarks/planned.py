@@ -165,9 +165,9 @@ def _planned(
     plan, trace = step.plan, step.trace
     if plan is not None and trace is not None:
         found_row |= {
-            "forecast": {"peak_bytes": plan.peak_bytes, "step_us": trace.step_us},
+            "forecast": {"peak_bytes": trace.peak_bytes, "step_us": trace.step_us},
             "bound_us": plan.bound_us,
-            "forecast_peak_ratio": round(plan.peak_bytes / peak, 4),
+            "forecast_peak_ratio": round(trace.peak_bytes / peak, 4),
             "forecast_time_ratio": round(trace.step_us / found.step_us, 4),
         }
     return found_row

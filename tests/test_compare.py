@@ -61,6 +61,9 @@ def test_within_a_budget_peak_profile_and_plan_are_there() -> None:
     assert found.plan is not None
     assert found.plain_trace is not None
     assert found.budget_bytes == found.plain_trace.peak_bytes
+    assert found.plan is not None
+    assert found.trace is not None
+    assert found.trace.peak_bytes == found.plan.peak_bytes
     assert found.captured_peak_bytes <= found.budget_bytes
     assert found.is_within_budget
     over = dataclasses.replace(found, captured_peak_bytes=found.budget_bytes + 1)
@@ -118,7 +121,7 @@ def test_results_that_differ_are_named_by_step() -> None:
 
         class Wrong:
             graph = captured.graph
-            profile = plan = budget_bytes = plain_trace = plain_profile = None
+            profile = plan = budget_bytes = trace = plain_trace = plain_profile = None
             graphs_peak_bytes = 0
 
             def __call__(self, batch: Any) -> Any:

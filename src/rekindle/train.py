@@ -64,11 +64,18 @@ class TrainStep:
 
     @property
     def trace(self) -> Trace | None:
-        """Bytes and microseconds at every position, as forecast; None without a profile."""
+        """Bytes and microseconds at every position, as forecast; None without a profile.
+
+        Where the step is going to run from CUDA graphs, what it makes lies in one arena, and its
+        peak is a little below the plan's, which also holds for the first step.
+        """
         arranged = self._captured.arranged
         if arranged is None or arranged.profile is None:
             return None
-        return simulate(self.graph, arranged.profile, arranged.plan)
+        profile = arranged.profile
+        if profile.allocator == "cuda" and self._captured.is_steered:
+            profile = replace(profile, allocator="arena")
+        return simulate(self.graph, profile, arranged.plan)
 
     @property
     def plain_profile(self) -> Profile | None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from square_step import square_step as train_step
-from torch import nn
+from torch import fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -77,6 +77,8 @@ class PaperPool:
             temporary = self.serve_an_op(3 * MIB) if self.habit == "temporaries first" else None
             address = self.serve_an_op(storage.nbytes())
             self.held[storage._cdata] = (StorageWeakRef(storage), address)
+            if self.habit == "temporaries last":
+                temporary = self.serve_an_op(3 * MIB)
             if temporary is not None:
                 self.model.free(temporary)
             if self.habit == "keeps blocks" and len(self.held) % 5 == 0:
@@ -108,7 +110,8 @@ class PaperPool:
     def counts(self) -> Counts:
         self.let_go()
         wrong = len(self.held) if self.habit == "miscounts" else 0
-        return Counts(self.model.taken_bytes + wrong, self.peak_bytes)
+        large_bytes = self.model.taken_bytes + wrong
+        return Counts(large_bytes, large_bytes, self.peak_bytes)
 
     def reset_peak(self) -> None:
         self.peak_bytes = self.model.taken_bytes
@@ -122,6 +125,21 @@ class PaperPool:
     def address_of(self, tensor: torch.Tensor) -> int:
         storage = tensor.untyped_storage()
         return self.held[storage._cdata][1] if storage._cdata in self.held else 0
+
+
+class PaperMemory:
+    """Counters that tell of the same workspace for every op, and of nothing else."""
+
+    def __init__(self, workspace_bytes: int) -> None:
+        self.workspace_bytes = workspace_bytes
+        self.n_asked = 0
+
+    def counts(self) -> Counts:
+        self.n_asked += 1
+        return Counts(100 * MIB, 90 * MIB, 100 * MIB + self.workspace_bytes)
+
+    def reset_peak(self) -> None:
+        """There is nothing to forget."""
 
 
 class Watching(TorchDispatchMode):
@@ -160,11 +178,15 @@ class SteeredPlayer:
 
     device_type = "cpu"
 
-    def __init__(self, habit: str) -> None:
+    def __init__(self, habit: str, workspace_bytes: int = 0) -> None:
         self.pool = PaperPool(habit)
+        self.counters = PaperMemory(workspace_bytes)
         self.n_captures = 0
         self.peak = 0
         self.steered: Any = None
+
+    def memory(self) -> PaperMemory:
+        return self.counters
 
     def capture(
         self, run: Callable[[], list[Any]], generators: list[torch.Generator], steered: Any
@@ -202,27 +224,40 @@ class Wide(nn.Module):
         return x
 
 
+def use(recorder: SteeredPlayer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have every step that is made run from what this captures."""
+    monkeypatch.setattr(
+        engines.EngineMaker,
+        "make",
+        lambda self, program, *known: Graphed(program, recorder, *known),
+    )
+
+
+def wide_parts(n_rows: int = 16384, *, cut: bool = False) -> Parts:
+    model = Wide(cut=cut)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return train_step, model, optimizer, torch.randn(n_rows, 32)
+
+
 def steer(
     monkeypatch: pytest.MonkeyPatch,
     habit: str,
     *,
     cut: bool = False,
     n_rows: int = 16384,
+    workspace_bytes: int = 0,
     **how: Any,
 ) -> tuple[SteeredPlayer, Graphed]:
-    """Two steps, the second captured and steered; they compute what plain steps do."""
-    recorder = SteeredPlayer(habit)
-    monkeypatch.setattr(
-        engines.EngineMaker,
-        "make",
-        lambda self, program, *known: Graphed(program, recorder, *known),
-    )
+    """Two steps, the second captured and steered; they compute what plain steps do.
+
+    The first seems to need a workspace for every op.
+    """
+    recorder = SteeredPlayer(habit, workspace_bytes)
+    use(recorder, monkeypatch)
     made: list[rekindle.TrainStep] = []
 
     def make() -> Parts:
-        model = Wide(cut=cut)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        return train_step, model, optimizer, torch.randn(n_rows, 32)
+        return wide_parts(n_rows, cut=cut)
 
     def optimize(*given: Any) -> rekindle.TrainStep:
         made.append(rekindle.optimize(*given, **how))
@@ -278,3 +313,107 @@ def test_a_step_without_large_tensors_is_not_steered(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(PaperPool, "library_bytes", lambda self: 0)
     recorder, _ = steer(monkeypatch, "behaves", n_rows=64)
     assert recorder.pool.model.segments == {}
+
+
+def workspaces_of(engine: Graphed) -> dict[fx.Node, int]:
+    """What captured nodes are known to need beside their results, where it is 3 MiB."""
+    assert engine._steered is not None
+    needs = engine._steered._needs
+    return {
+        node: needs._nbytes[piece]
+        for node, pieces in needs.pieces_of.items()
+        for piece in pieces
+        if needs._nbytes[piece] == 3 * MIB and needs._start[piece] == needs._end[piece]
+    }
+
+
+def nodes_of(engine: Graphed) -> set[fx.Node]:
+    assert engine._steered is not None
+    return engine._steered._needs.nodes
+
+
+def test_workspaces_of_the_first_step_become_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    unseen, _ = steer(monkeypatch, "temporaries last")
+    assert len(unseen.pool.model.segments) > 1
+    recorder, engine = steer(monkeypatch, "temporaries last", workspace_bytes=3 * MIB)
+    assert workspaces_of(engine).keys() == nodes_of(engine)
+    (arena_bytes,) = recorder.pool.model.segments.values()
+    assert recorder.peak == recorder.pool.most_bytes
+    assert recorder.peak <= arena_bytes <= 1.02 * recorder.peak + 2 * MIB
+    assert recorder.steered._n_mismatches == 0
+    asked = recorder.counters.n_asked  # in one step, before and after each op, and at the end
+    assert asked == 2 * len(nodes_of(engine)) + 1
+
+
+def test_small_workspaces_are_no_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder, engine = steer(monkeypatch, "behaves", workspace_bytes=REST_BYTES)
+    assert recorder.counters.n_asked > 0
+    assert engine._steered is not None
+    assert engine._steered._needs.pieces_of.keys() < nodes_of(engine)
+
+
+def test_with_a_profile_nothing_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder, engine = steer(monkeypatch, "behaves", workspace_bytes=3 * MIB, budget="80%")
+    assert recorder.counters.n_asked == 0
+    assert not workspaces_of(engine)
+
+
+def test_a_first_step_that_fails_is_watched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = SteeredPlayer("behaves", workspace_bytes=3 * MIB)
+    use(recorder, monkeypatch)
+    parts = wide_parts()
+    step = rekindle.optimize(*parts)
+    counts, left = recorder.counters.counts, iter(range(20))
+
+    def failing() -> Counts:
+        if next(left, None) is None:
+            raise RuntimeError("in the middle")
+        return counts()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(recorder.counters, "counts", failing)
+        with pytest.raises(RuntimeError, match="in the middle"):
+            step(parts[3])
+    for _ in range(2):
+        step(parts[3])
+    engine = step.captured._first.engine
+    assert isinstance(engine, Graphed)
+    assert workspaces_of(engine).keys() == nodes_of(engine)
+
+
+def test_the_peak_of_a_watched_step_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Watching has the allocator forget it."""
+    recorder = SteeredPlayer("behaves", workspace_bytes=3 * MIB)
+    use(recorder, monkeypatch)
+    parts = wide_parts()
+    step = rekindle.optimize(*parts)
+    step(parts[3])
+    assert step.graphs_peak_bytes == 103 * MIB
+    step(parts[3])
+    assert step.graphs_peak_bytes == recorder.peak
+
+
+def test_the_forecast_is_of_the_arena_while_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = SteeredPlayer("behaves")
+    use(recorder, monkeypatch)
+    parts = wide_parts(24576)
+    profile = rekindle.profile(rekindle.capture(*parts), device="H200")
+    step = rekindle.optimize(*parts, budget="80%", profile=profile)
+    engine = step.captured._first.engine
+    assert isinstance(engine, Graphed)
+    assert engine.is_steered
+    assert step.plan is not None
+    for _ in range(3):  # before the first step, after it, and once there is the arena
+        assert step.trace is not None
+        assert 0.95 * step.plan.peak_bytes < step.trace.peak_bytes < step.plan.peak_bytes
+        if not recorder.n_captures:
+            step(parts[3])
+    engine.give_up("it is a test")
+    assert not engine.is_steered
+    assert step.trace.peak_bytes == step.plan.peak_bytes
+
+
+def test_no_forecast_is_of_an_arena_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, engine = steer(monkeypatch, "cannot reserve")
+    assert engine.reason == ""
+    assert not engine.is_steered

@@ -80,6 +80,9 @@ class Player:
         self.peaks = 0
         self.fails_at = -1
 
+    def memory(self) -> None:
+        return None
+
     def capture(
         self, run: Callable[[], list[Any]], generators: list[torch.Generator], steered: Any
     ) -> tuple[Graph, list[Any]]:

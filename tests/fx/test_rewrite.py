@@ -88,6 +88,7 @@ MODELS: dict[str, Callable[[], Parts]] = {
     "generator": lambda: parts(WithGenerator(), torch.randn(8, 16)),
     "checkpointed": lambda: parts(Checkpointed(), torch.randn(8, 16)),
     "lstm": lambda: parts(Recurrent(), torch.randn(5, 4, 8)),
+    "nested": lambda: parts(Nested(), torch.randn(64, 8)),
 }
 
 
@@ -103,6 +104,45 @@ class Recurrent(nn.Module):
         first, second = torch.tanh(out).chunk(2, dim=2)
         values, _ = torch.cat([second, first], dim=2).sigmoid().max(dim=0)
         return values
+
+
+@torch.library.custom_op("rekindle_test::powers", mutates_args=())
+def powers(x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """A tensor's sine, and in a list its square and its cube."""
+    return x.sin(), [x * x, x * x * x]
+
+
+@powers.register_fake
+def _(x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    return torch.empty_like(x), [torch.empty_like(x), torch.empty_like(x)]
+
+
+def _save_input(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _powers_backward(ctx: Any, grad: torch.Tensor, grads: list[torch.Tensor]) -> torch.Tensor:
+    (x,) = ctx.saved_tensors
+    _, (square, _) = powers(x)
+    return grad * x.cos() + grads[0] * 2 * x + grads[1] * 3 * square
+
+
+powers.register_autograd(_powers_backward, setup_context=_save_input)
+
+
+class Nested(nn.Module):
+    """An operator that returns a tensor and a list of tensors, and one that nobody needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            sine, (square, cube) = powers(layer(x).sigmoid())
+            powers(sine.detach())
+            x = sine * cube + torch.tanh(square)
+        return x
 
 
 def dropping(choose: Callable[[Problem], Choices]) -> Callable[..., rekindle.TrainStep]:
@@ -177,6 +217,20 @@ def test_a_budget_is_met_by_the_forecast_and_its_plan_runs() -> None:
     step(batch)
     step(torch.randn(6, 3, 8, 8))  # another shape is planned when it comes
     assert step.n_captures == 2
+
+
+@pytest.mark.parametrize("budget", [None, "85%"])
+def test_results_in_lists(budget: str | None) -> None:
+    steps: list[rekindle.TrainStep] = []
+
+    def optimize(*given: Any) -> rekindle.TrainStep:
+        steps.append(rekindle.optimize(*given, budget=budget))
+        return steps[-1]
+
+    assert compare(MODELS["nested"], optimize, steps=3).differences == ()
+    assert "_out1_out1" in steps[0].captured.code
+    plan = steps[0].plan
+    assert plan is None or plan.recompute_us > 0
 
 
 def test_a_budget_that_cannot_be_met_is_refused_before_anything_runs() -> None:

@@ -209,7 +209,8 @@ def _shown_run(found: Trained, where: str, html_path: str | None) -> _Shown:
     if plan is None or profile is None:
         data = {**about, "device": found.device, **mode, **run_report.replay_data(comparison)}
         return _Shown(terminal.comparison_summary(title, comparison), data)
-    unplanned, planned = rekindle.simulate(graph, profile), rekindle.simulate(graph, profile, plan)
+    unplanned = rekindle.simulate(graph, profile)
+    planned = comparison.trace or rekindle.simulate(graph, profile, plan)
     plain, costs = comparison.plain_trace or unplanned, comparison.plain_profile
     summary = summarize_plan(graph, profile, plain, plan, planned, about, plain_profile=costs)
     if html_path:

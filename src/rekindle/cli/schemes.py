@@ -190,7 +190,8 @@ def _measured(
         step = partial(work.train_step, *parts[1:])
         if scheme.planner is not None:
             plan = least_plan(captured.graph, profile, scheme.planner)
-            step = partial(rekindle.optimize(*parts, plan=plan), work.batch)
+            planned = rekindle.optimize(*parts, plan=plan, engine="python")
+            step = partial(planned, work.batch)
         step()
         before = 0  # on the CPU, the allocator is watched from the step's start on
         if captured.device.type == "cuda":

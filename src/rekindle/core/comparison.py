@@ -18,10 +18,10 @@ class Comparison:
 
     `compared` counts the tensors by kind ("parameter", "buffer", …); `differences` names what is
     not the same, bit for bit. The samples are the times of single steps, in order; the peak is that
-    of the last. Without a budget there is no profile and no plan; with one, `graph`, `profile` and
-    `plan` are of the step that ran, `plain_trace` and `plain_profile` of the plain one. Where the
-    plain step does not fit into the device's memory, there is nothing of it, and nothing was
-    compared.
+    of the last. Without a budget there is no profile and no plan; with one, `graph`, `profile`,
+    `plan` and `trace` are of the step that ran, `plain_trace` and `plain_profile` of the plain one.
+    Where the plain step does not fit into the device's memory, there is nothing of it, and nothing
+    was compared.
     """
 
     graph: StepGraph
@@ -36,6 +36,7 @@ class Comparison:
     budget_bytes: int | None = None
     profile: Profile | None = None
     plan: Plan | None = None
+    trace: Trace | None = None
     plain_trace: Trace | None = None
     plain_profile: Profile | None = None
 

@@ -175,11 +175,17 @@ def _by_role(graph: StepGraph, lives: Lives, sizes: Ints, n_positions: int) -> I
 
 
 def device_sizes(graph: StepGraph, allocator: str) -> Ints:
-    """Each storage's bytes on the main device, as its allocator counts; 0 for what is elsewhere."""
+    """Each storage's bytes on the main device, as its allocator counts; 0 for what is elsewhere.
+
+    An arena holds what the step makes; what is there before it lies where CUDA's allocator put it.
+    """
     device = main_device(graph)
     sizes = np.array([storage.nbytes for storage in graph.storages], dtype=np.int64)
     elsewhere = np.array([storage.device != device for storage in graph.storages], dtype=bool)
-    return np.where(elsewhere, 0, allocated_bytes(sizes, allocator))
+    counted = allocated_bytes(sizes, allocator)
+    if allocator == "arena":
+        counted = np.where(analyze(graph).is_resident, allocated_bytes(sizes, "cuda"), counted)
+    return np.where(elsewhere, 0, counted)
 
 
 def main_device(graph: StepGraph) -> str:

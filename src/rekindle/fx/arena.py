@@ -6,6 +6,8 @@ as the plan says, and the ops are wrapped while they are captured: before each, 
 (`core.steering`) so that its results go where they were planned to lie; after it, it is noted where
 they have gone. Nothing that is computed depends on that. If the allocator does not do as expected,
 its state is read anew, and if that happens too often, the capture goes on without steering.
+
+Where no profile tells what ops need beside their results, the step before the capture is watched.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -34,13 +37,27 @@ _MOST_MISMATCHES = 100
 
 
 class Counts(NamedTuple):
-    """What the allocator says: bytes in large blocks now, and the most bytes since a reset."""
+    """What the allocator says: bytes in use now, those in large blocks, and the most in use.
 
+    The most is counted since a reset.
+    """
+
+    allocated_bytes: int
     large_bytes: int
     peak_bytes: int
 
 
-class Pool(Protocol):
+class Memory(Protocol):
+    """An allocator's counters."""
+
+    def counts(self) -> Counts:
+        """What the allocator has counted."""
+
+    def reset_peak(self) -> None:
+        """Have the allocator count the most bytes from now on."""
+
+
+class Pool(Memory, Protocol):
     """The memory that graphs are captured in. As an allocator, it deals out plugs."""
 
     @property
@@ -62,12 +79,6 @@ class Pool(Protocol):
     def blocks(self) -> tuple[dict[int, int], dict[int, int]]:
         """The bytes of all large segments, and of all blocks in them that are in use."""
 
-    def counts(self) -> Counts:
-        """What the allocator has counted."""
-
-    def reset_peak(self) -> None:
-        """Have the allocator count the most bytes from now on."""
-
     def library_bytes(self) -> int:
         """What the library for matrix products takes for a stream, and keeps."""
 
@@ -78,13 +89,28 @@ class Pool(Protocol):
         """Where a tensor's storage lies; 0 if it is on another device."""
 
 
-class CudaPool:
+class CudaMemory:
+    """The counters of a GPU's caching allocator."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def counts(self) -> Counts:
+        allocated = torch.cuda.memory_stats_as_nested_dict(self._device)["allocated_bytes"]
+        everywhere = allocated["all"]
+        return Counts(everywhere["current"], allocated["large_pool"]["current"], everywhere["peak"])
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+
+class CudaPool(CudaMemory):
     """A pool on a GPU; it lives as long as this object, or a graph that was captured in it."""
 
     def __init__(self, device: torch.device) -> None:
         """The device and the stream of the capture must be the current ones, here and later."""
+        super().__init__(device)
         self._pool = torch.cuda.MemPool()
-        self._device = device
         self._plugs: dict[int, torch.UntypedStorage] = {}
         self.id = torch.cuda._POOL_HANDLE(self._pool.id)
 
@@ -122,13 +148,6 @@ class CudaPool:
                     taken[block["address"]] = block["size"]
         return segments, taken
 
-    def counts(self) -> Counts:
-        allocated = torch.cuda.memory_stats_as_nested_dict(self._device)["allocated_bytes"]
-        return Counts(allocated["large_pool"]["current"], allocated["all"]["peak"])
-
-    def reset_peak(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self._device)
-
     def library_bytes(self) -> int:
         before = self.counts().large_bytes
         self.take_library()
@@ -148,11 +167,14 @@ class Steered:
     """The functions of a step's nodes, wrapped so that captures are steered.
 
     They call what they wrap and nothing else, unless a capture is under way in a pool that this
-    has started. `peak_bytes` is the most bytes that were in use in captures, plugs not counted.
+    has started, or a step is watched. `peak_bytes` is the most bytes that were in use in captures,
+    plugs not counted, or in the step that was watched. `has_arena` is false once it has turned out
+    that there is none, or that it is of no use.
     """
 
     def __init__(self, needs: Needs) -> None:
         self.peak_bytes = 0
+        self.has_arena = True
         self._needs = needs
         self._home: tuple[int, int] | None = None  # the pool that has the arena
         self._wishes: Wishes | None = None
@@ -162,16 +184,43 @@ class Steered:
         self._elsewhere_bytes = 0  # in large blocks outside of the pool
         self._watched: dict[int, StorageWeakRef] = {}
         self._n_mismatches = 0
+        self._memory: Memory | None = None  # while a step is watched
+        self._workspaces: dict[fx.Node, int] = {}
 
     def functions(
         self, inner: Mapping[fx.Node, Callable[..., Any]]
     ) -> dict[fx.Node, Callable[..., Any]]:
         """What to call for nodes; `inner` has what else to call in place of their targets."""
-        nodes = self._needs.pieces_of.keys() | self._needs.last_before_unknown
+        needs = self._needs
+        nodes = needs.pieces_of.keys() if needs.has_workspaces else needs.nodes
+        nodes |= needs.last_before_unknown
         return {**inner, **{node: self._wrapped(node, inner.get(node)) for node in nodes}}
+
+    @contextmanager
+    def watching(self, memory: Memory | None) -> Iterator[None]:
+        """Note what nodes need beside their results, in a step that is not captured.
+
+        Nothing is watched without a memory to ask, nor where that is known already.
+        """
+        if memory is None or self._needs.has_workspaces or self._workspaces:
+            yield
+            return
+        self.peak_bytes, self._memory = 0, memory
+        memory.reset_peak()
+        try:
+            yield
+            self.peak_bytes = max(self.peak_bytes, memory.counts().peak_bytes)
+        except BaseException:
+            self._workspaces.clear()  # not the whole step was seen
+            raise
+        finally:
+            self._memory = None
 
     def start(self, pool: Pool) -> None:
         """Give a new pool its arena."""
+        if self._workspaces:
+            self._needs.add_workspaces(self._workspaces)
+            self._workspaces.clear()
         self._watched.clear()
         self._n_mismatches = 0
         self._home = None
@@ -180,6 +229,7 @@ class Steered:
         except torch.OutOfMemoryError:
             log.info("CUDA graphs are captured without an arena: there is no room in one piece")
         finally:
+            self.has_arena = self._home is not None
             pool.reset_peak()
 
     @contextmanager
@@ -226,11 +276,13 @@ class Steered:
     def _wrapped(self, node: fx.Node, inner: Callable[..., Any] | None) -> Callable[..., Any]:
         target: Any = node.target._op if isinstance(node.target, OpOverload) else node.target
         function = inner or target
-        pieces = self._needs.pieces_of.get(node, [])
         is_before_unknown = node in self._needs.last_before_unknown
 
         def steered(*args: Any, **kwargs: Any) -> Any:
-            if self._steering is None:
+            if self._memory is not None:
+                return self._watch(self._memory, node, partial(function, *args, **kwargs))
+            pieces = self._needs.pieces_of.get(node, [])
+            if self._steering is None or not (pieces or is_before_unknown):
                 return function(*args, **kwargs)
             self._arrange(pieces)
             result = function(*args, **kwargs)
@@ -241,6 +293,17 @@ class Steered:
 
         steered.__name__ = f"steered_{node.name}"
         return steered
+
+    def _watch(self, memory: Memory, node: fx.Node, call: Callable[[], Any]) -> Any:
+        """Make a node's call, and note how much more was in use than before and after it."""
+        before = memory.counts()
+        memory.reset_peak()
+        result = call()
+        after = memory.counts()
+        self.peak_bytes = max(self.peak_bytes, before.peak_bytes, after.peak_bytes)
+        beside = after.peak_bytes - max(before.allocated_bytes, after.allocated_bytes)
+        self._workspaces[node] = max(0, beside)
+        return result
 
     def _arrange(self, pieces: list[int]) -> bool:
         """Make room for some pieces where they should lie; whether that has succeeded."""
@@ -314,7 +377,7 @@ class Steered:
         self._read()
         if self._n_mismatches > _MOST_MISMATCHES:
             log.info("memory is not steered any more: %s", reason)
-            self._steering = None
+            self._steering, self.has_arena = None, False
 
     def _read(self) -> None:
         """Let go of all plugs, and read from the allocator what is where."""

@@ -36,6 +36,8 @@ class Step(Protocol):
     @property
     def plan(self) -> Plan | None: ...
     @property
+    def trace(self) -> Trace | None: ...
+    @property
     def plain_trace(self) -> Trace | None: ...
     @property
     def plain_profile(self) -> Profile | None: ...
@@ -120,6 +122,7 @@ def compare(
             budget_bytes=step.budget_bytes,
             profile=step.profile,
             plan=step.plan,
+            trace=step.trace,
             plain_trace=step.plain_trace,
             plain_profile=step.plain_profile,
         )

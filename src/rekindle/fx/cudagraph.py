@@ -28,7 +28,7 @@ from rekindle.core.cost import Profile
 from rekindle.core.ir import StepGraph
 from rekindle.core.schedule import Plan
 from rekindle.fx import rng
-from rekindle.fx.arena import CudaPool, Steered
+from rekindle.fx.arena import CudaMemory, CudaPool, Memory, Steered
 from rekindle.fx.cuda_random import Randomness, revive
 from rekindle.fx.execute import Program
 from rekindle.fx.meters import clear_workspaces
@@ -53,6 +53,9 @@ class Recorder(Protocol):
     """What captures work without doing it."""
 
     device_type: str
+
+    def memory(self) -> Memory | None:
+        """The counters that show what ops need; None if they would not show it now."""
 
     def capture(
         self,
@@ -82,6 +85,11 @@ class CudaRecorder:
         self._stream = torch.cuda.Stream(device)
         self._pools: WeakKeyDictionary[torch.cuda.CUDAGraph, CudaPool] = WeakKeyDictionary()
         self._peak_bytes = 0
+
+    def memory(self) -> Memory | None:
+        if torch.backends.cudnn.benchmark:  # first steps try algorithms out, with all they need
+            return None
+        return CudaMemory(self._device)
 
     def capture(
         self,
@@ -171,7 +179,8 @@ class _Capture:
 class Graphed:
     """A program whose kernels are launched by graphs. Call it as the program.
 
-    `reason` says why it does not, if so; `peak_bytes` what the captured step needed.
+    `reason` says why it does not, if so; `peak_bytes` what the captured step needed, or the step
+    before it where that was watched.
     """
 
     def __init__(
@@ -201,7 +210,9 @@ class Graphed:
         if self.reason:
             return self.program(batch, state)
         capture = self._capture_for(batch, state) if self._is_warm else None
-        with self.program.running(state):
+        steered = None if capture else self._steered
+        watching = steered.watching(self._recorder.memory()) if steered else nullcontext()
+        with self.program.running(state), watching:
             passed = self._pass(batch, state, ())  # as it is before the step
             values: dict[fx.Node, Any] = dict(zip(self._passed, passed, strict=True))
             self._random.start()
@@ -218,13 +229,21 @@ class Graphed:
         if capture and capture is not self._capture and not self.reason:
             self._capture = capture
             self.peak_bytes = self._recorder.peak_bytes()
+        elif steered and not self.reason:
+            self.peak_bytes = max(self.peak_bytes, steered.peak_bytes)
         self._is_warm = True
         return self.program.finish(outputs, state)
+
+    @property
+    def is_steered(self) -> bool:
+        """Whether what the step makes lies in one arena, from the second step on."""
+        return not self.reason and self._steered is not None and self._steered.has_arena
 
     def give_up(self, reason: str) -> None:
         """Run as generated code from now on, and let go of all graphs and their memory."""
         log.warning("running without CUDA graphs: %s", reason)
         self.reason = reason
+        self.peak_bytes = 0
         self._capture = None
 
     def _cut(self, *, with_optimizer: bool) -> None:

@@ -6,6 +6,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,6 +21,7 @@ Around = Callable[[int, Any, tuple[Any, ...], dict[str, Any]], Any]
 Run = Callable[[Around], None]  # runs all ops, each through the function it is given
 
 _MARK = "rekindle:"
+_REPLAYS = 10  # of the whole step, for its time
 
 
 class Meter(Protocol):
@@ -96,14 +98,7 @@ class CudaMeter:
             return None
         finally:
             clear_workspaces()  # the stream of the capture has its own, held by the library
-        samples = []
-        for _ in range(8):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            samples.append(start.elapsed_time(end) * 1e3)
+        samples = cuda_samples_us(graph.replay, _REPLAYS)
         faster = sorted(samples)[: len(samples) // 2]  # a GPU is slowed down now and then
         return statistics.median(faster)
 
@@ -163,6 +158,22 @@ class CpuMeter:
 
     def transfer_rates(self) -> tuple[float, float]:
         return 0.0, 0.0
+
+
+def cuda_samples_us(step: Callable[[], Any], steps: int) -> list[float]:
+    """The times of a few steps on a GPU, launched one behind the other as in a training loop.
+
+    A sample is the time between the ends of two of them, so that launching does not count where it
+    is quicker than the GPU.
+    """
+    ends = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    step()  # so that the first one measured is launched while another runs, too
+    ends[0].record()
+    for end in ends[1:]:
+        step()
+        end.record()
+    ends[-1].synchronize()
+    return [a.elapsed_time(b) * 1e3 for a, b in pairwise(ends)]
 
 
 def clear_workspaces() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import operator
 from collections import defaultdict
+from collections.abc import Mapping
 
 import numpy as np
 from torch import fx
@@ -16,6 +16,7 @@ from rekindle.core.simulate import main_device
 from rekindle.core.steering import REST_BYTES, Pieces, rounded
 from rekindle.fx.execute import Program
 from rekindle.fx.parts import Part
+from rekindle.fx.rewrite import path
 
 # The library for these takes memory when it is first used on a stream, and keeps it.
 _PRODUCTS = frozenset(
@@ -27,7 +28,8 @@ class Needs:
     """The large pieces that the captured nodes of a step ask for: results, and workspaces.
 
     `pieces_of` has those of each node, by their number. After each of `last_before_unknown` comes a
-    call of the optimizer, which cannot be looked into.
+    call of the optimizer, which cannot be looked into. Workspaces are known from a profile; without
+    one, they can be added.
     """
 
     def __init__(
@@ -59,6 +61,12 @@ class Needs:
         runs = [(step.op, step.copy) for step in schedule if isinstance(step, Compute)]
         self._n_positions = len(runs)
         nodes = [node_of.get(run) for run in runs]
+        self._places = {
+            node: (position, run[0])
+            for position, (run, node) in enumerate(zip(runs, nodes, strict=True))
+            if node is not None
+        }
+        self.has_workspaces = profile is not None
         self._add_results(plan, runs, nodes, self._left(program, parts))
         if profile is not None:
             workspaces = profile.workspaces_bytes.tolist()
@@ -71,6 +79,11 @@ class Needs:
             for node, following in zip(part.nodes, part.nodes[1:], strict=False):
                 if following in self._calls:
                     self.last_before_unknown.add(node)
+
+    @property
+    def nodes(self) -> set[fx.Node]:
+        """The captured nodes that stand for ops."""
+        return set(self._places)
 
     @property
     def n_pieces(self) -> int:
@@ -91,6 +104,13 @@ class Needs:
             np.array([rounded(each) for each in nbytes], dtype=np.int64),
             np.array(is_steered, dtype=bool),
         )
+
+    def add_workspaces(self, nbytes_of: Mapping[fx.Node, int]) -> None:
+        """Add what nodes were seen to ask for beside their results."""
+        for node, nbytes in nbytes_of.items():
+            position, op = self._places[node]
+            self._add(position, position, nbytes, op, node)
+        self.has_workspaces = True
 
     def _add_results(
         self,
@@ -127,10 +147,9 @@ class Needs:
         storage_of = {value.name: value.storage for value in graph.values}
         found: set[int] = set()
         for node in [node for part in parts if part.is_graph for node in part.leaving]:
-            call = listing.calls.get(node)
+            call, indices = listing.calls.get(node), path(node)[1]
             for result in call.results if call else ():
-                is_part = node.target is operator.getitem and result.target is operator.getitem
-                if not is_part or result.args[1] == node.args[1]:
+                if not indices or path(result)[1] in ((), indices):
                     found.add(storage_of.get(result.name, -1))
         return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 from torch import fx
@@ -54,6 +55,12 @@ class Recording:
                 alive.update(call.node.all_input_nodes)
                 kept.append(call)
                 continue
-            for node in dict.fromkeys((*call.results, call.node)):
-                self.tape.graph.erase_node(node)
+            self._erase(call.node)
         self.tape.calls[:] = kept[::-1]
+
+    def _erase(self, node: fx.Node) -> None:
+        """Take a node out of the graph, and with it what only takes its results apart."""
+        for user in list(node.users):
+            if user.target is operator.getitem:
+                self._erase(user)
+        self.tape.graph.erase_node(node)

@@ -51,9 +51,7 @@ def as_recorded(recording: Recording) -> Listing:
     nodes = [
         node
         for node in tape.graph.nodes
-        if node.op == "call_function"
-        and node not in in_optimizer
-        and not (node.target is operator.getitem and node.args[0] in in_optimizer)
+        if node.op == "call_function" and path(node)[0] not in in_optimizer
     ]
     entered = {entry.node for entry in tape.entries}
     return Listing(
@@ -157,13 +155,12 @@ class _Rewriter:
         if step.copy and op.copy_target:
             self._bind(call.results[0], node, step)  # all that this operator returns
             return
-        unpacked = [node]
+        parts = {call.node: node}
         for result in call.results:
-            part = self._part(result, call, unpacked)
-            self._bind(result, part, step)
-        if len(unpacked) > 1 or not call.results:
-            last = self.listing.nodes[-1]
-            self.listing.frees[last] = [n for n in unpacked if n not in self._results(call, step)]
+            self._bind(result, self._part(result, call, parts), step)
+        results = self._results(call, step)
+        last = self.listing.nodes[-1]
+        self.listing.frees[last] = [part for part in parts.values() if part not in results]
 
     def _compute_together(self, op: Op, step: Run) -> None:
         """One call for several recorded ones, and its results, each for itself."""
@@ -273,15 +270,18 @@ class _Rewriter:
         value = self.value_of[arg.name]
         return self.node_of[value, step.copies[value]]
 
-    def _part(self, result: fx.Node, call: Call, unpacked: list[fx.Node]) -> fx.Node:
-        """One tensor of what a call returns, taken out of it as the recording did."""
-        source, index = result.args
-        assert isinstance(source, fx.Node)
-        whole = unpacked[0] if source is call.node else self._part(source, call, unpacked)
-        part = self._create(result.target, (whole, index), {}, result.name)
-        self._add(part, call)
-        unpacked.append(part)
-        return part
+    def _part(self, result: fx.Node, call: Call, parts: dict[fx.Node, fx.Node]) -> fx.Node:
+        """One tensor or list of what a call returns, taken out of it as the recording did.
+
+        `parts` has what is there already, by the recorded nodes.
+        """
+        if result not in parts:
+            source, index = result.args
+            assert isinstance(source, fx.Node)
+            whole = self._part(source, call, parts)
+            parts[result] = self._create(result.target, (whole, index), {}, result.name)
+            self._add(parts[result], call)
+        return parts[result]
 
     def _bind(self, result: fx.Node, node: fx.Node, step: Run) -> None:
         value = self.value_of[result.name]
@@ -316,6 +316,16 @@ class _Rewriter:
     def _add(self, node: fx.Node, call: Call) -> None:
         self.listing.nodes.append(node)
         self.listing.calls[node] = call
+
+
+def path(node: fx.Node) -> tuple[fx.Node, tuple[Any, ...]]:
+    """The call that a node is one result of, and the indices that lead to it, the first first."""
+    indices: tuple[Any, ...] = ()
+    while node.target is operator.getitem:
+        source, index = node.args
+        assert isinstance(source, fx.Node)
+        node, indices = source, (index, *indices)
+    return node, indices
 
 
 def _generator_of(call: Call, recording: Recording) -> torch.Generator | str:

@@ -252,8 +252,9 @@ class _Paper:
         """The rewritten node that holds one result of a rewritten call."""
         if result is call.node or (node.target is not call.node.target and self._is_single(node)):
             return node
-        index = result.args[1]
-        for user in node.users:
+        source, index = result.args
+        assert isinstance(source, fx.Node)
+        for user in self._node_for(source, call, node).users:  # a list in what it returns, or all
             if user.target is operator.getitem and user.args[1] == index:
                 return user
         raise RewriteError(f"{node.name} lacks result {index}")

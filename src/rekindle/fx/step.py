@@ -117,7 +117,8 @@ class Variant:
         if self._is_first and self.arranged and self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
             result = self.engine(batch, state)
-            self._hold_to_budget(torch.cuda.max_memory_allocated(self._device))
+            seen = self.engine.peak_bytes if isinstance(self.engine, Graphed) else 0
+            self._hold_to_budget(max(seen, torch.cuda.max_memory_allocated(self._device)))
         else:
             result = self.engine(batch, state)
             self._hold_graphs_to_budget()
@@ -235,6 +236,11 @@ class CapturedStep:
         return self._first.arranged
 
     @property
+    def is_compiled(self) -> bool:
+        """Whether what runs has been compiled, and may round differently from the plain step."""
+        return self._engines.is_compiled
+
+    @property
     def device(self) -> torch.device:
         """Where the model lies."""
         return next((p.device for p in self._model.parameters()), torch.device("cpu"))
@@ -243,10 +249,17 @@ class CapturedStep:
     def graphs_peak_bytes(self) -> int:
         """What the step needed when it was captured in CUDA graphs; 0 where it was not.
 
-        A replay uses the same memory, but the allocator does not count it.
+        A replay uses the same memory, but the allocator does not count it. Before the capture, it
+        is what the first step needed, if that was watched: the allocator's count does not show it.
         """
         engines = [v.engine for variants in self._variants.values() for v in variants]
         return max((e.peak_bytes for e in engines if isinstance(e, Graphed)), default=0)
+
+    @property
+    def is_steered(self) -> bool:
+        """Whether what the first capture makes lies in an arena of CUDA graphs, once they are."""
+        engine = self._first.engine
+        return isinstance(engine, Graphed) and engine.is_steered
 
     @property
     def recording(self) -> Recording:
@@ -331,7 +344,7 @@ class CapturedStep:
         )
         tensors = tree.flatten(batch).tensors
         variant = Variant(
-            recording,
+            self._engines.prepare(recording),
             tensors,
             self.device,
             self._arranger,

@@ -6,14 +6,13 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from rekindle.fx.meters import peak_bytes
+from rekindle.fx.meters import cuda_samples_us, peak_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,7 @@ def measure(
     for _ in range(warmup):
         step()
     peak = peak_bytes(step, device, around)
-    samples = _cuda_samples_us(step, steps) if device.type == "cuda" else _samples_us(step, steps)
+    samples = cuda_samples_us(step, steps) if device.type == "cuda" else _samples_us(step, steps)
     return Measurement(peak, statistics.median(samples), tuple(samples))
 
 
@@ -54,17 +53,6 @@ def _samples_us(step: Callable[[], Any], steps: int) -> list[float]:
         step()
         samples.append((time.perf_counter() - start) * 1e6)
     return samples
-
-
-def _cuda_samples_us(step: Callable[[], Any], steps: int) -> list[float]:
-    ends = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
-    step()  # so that the first one measured is launched while another runs, too
-    ends[0].record()
-    for end in ends[1:]:
-        step()
-        end.record()
-    ends[-1].synchronize()
-    return [a.elapsed_time(b) * 1e3 for a, b in pairwise(ends)]
 
 
 def tensors_around(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> list[Any]:
