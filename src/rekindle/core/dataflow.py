@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rekindle.core.ir import TOGETHER_TARGET, Op, Phase, StepGraph
+from rekindle.core.ir import FUSED_PREFIX, TOGETHER_TARGET, Op, Phase, StepGraph
 
 # Batch norms that update running statistics normalise by the batch's own mean and variance: what
 # they compute does not depend on the state they change, and a copy leaves that state alone.
@@ -134,7 +134,7 @@ def _refusal(
         return None  # computes nothing: another look at a storage
     if op.target == TOGETHER_TARGET:
         return "does what several ops do"
-    if op.target.startswith("rekindle."):
+    if op.target.startswith("rekindle.") and not op.target.startswith(FUSED_PREFIX):
         return "reads or sets a random generator's state"
     if op.phase not in _FORWARD:
         return f"is an op of the {op.phase.value} pass"

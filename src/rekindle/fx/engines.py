@@ -14,10 +14,14 @@ from rekindle.core.schedule import Plan
 from rekindle.errors import RekindleError
 from rekindle.fx.cudagraph import CudaRecorder, Graphed, Recorder
 from rekindle.fx.execute import Program
+from rekindle.fx.fuse import fused
+from rekindle.fx.inductor import Fusing, Progress
+from rekindle.fx.normal import normalized
+from rekindle.fx.recording import Recording
 
 log = logging.getLogger("rekindle")
 
-ENGINES = ("auto", "python", "cudagraph")
+ENGINES = ("auto", "python", "cudagraph", "inductor")
 
 Engine = Program | Graphed
 
@@ -31,9 +35,13 @@ def check_engine(name: str) -> None:
 class EngineMaker:
     """Puts programs on an engine; they stay generated code where graphs cannot be had."""
 
-    def __init__(self, name: str, device: torch.device) -> None:
+    def __init__(
+        self, name: str, device: torch.device, progress: Progress = lambda text: None
+    ) -> None:
+        self._progress = progress
         check_engine(name)
         self._recorder: Recorder | None = None
+        self._fusing = Fusing() if name == "inductor" else None
         if name != "python" and device.type == "cuda":
             self._recorder = CudaRecorder(device)
         elif name == "cudagraph":
@@ -58,6 +66,28 @@ class EngineMaker:
             log.info("running without CUDA graphs: parameters are updated as their gradients come")
             return program
         return Graphed(program, self._recorder, graph, plan, profile)
+
+    def prepare(self, recording: Recording) -> Recording:
+        """The step that is planned and run in place of a captured one: compiled, if so asked.
+
+        Without a working compiler, that is the captured one.
+        """
+        if self._fusing is None:
+            return recording
+        compiled = fused(normalized(recording), self._fusing)
+        try:
+            self._fusing.compile(self._progress)
+        except Exception as error:  # whatever is missing: a compiler, Triton, a header
+            reason = str(error).strip().splitlines()
+            log.warning("running without the compiler: %s", reason[0] if reason else repr(error))
+            self._fusing = None
+            return recording
+        return compiled
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether what runs has been compiled, so that it may round differently."""
+        return self._fusing is not None
 
     @property
     def has_graphs(self) -> bool:

@@ -1,0 +1,243 @@
+"""The compiled planned step against eager, checkpoints and `torch.compile`, on a GPU, in one run.
+
+    python benchmarks/compiled.py --out FILE [--case NAME]
+
+Each case runs in a process of its own. For each budget, a share of the peak of the plain step or of
+`torch.compile`'s: peak, reserved memory and time of the planned step, beside the forecast and the
+peers' in the same run. `setup` measures the time from the call of `optimize` to the end of the first
+step, with an empty compile cache and again in a new process with a full one; `equal` compares every
+bit of a planned training with an unplanned one, both compiled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from common import ROOT, write
+from peers import checkpoint_every_block
+
+sys.path.insert(0, str(ROOT / "src"))
+
+import rekindle
+from rekindle import models
+from rekindle.fx.cudagraph import Graphed
+from rekindle.fx.timing import Measurement, measure
+
+
+class Case(NamedTuple):
+    """A model, whose peak budgets are shares of, and what share of its time a budget may take."""
+
+    model: str
+    batch: int
+    against: str
+    targets: dict[str, float | None]
+
+
+CASES = {
+    "bert-large_b32": Case(
+        "bert-large", 32, "plain", {"100%": 0.76, "65%": 0.83, "48%": 0.90, "40%": None}
+    ),
+    "resnet152_b128": Case(
+        "resnet152", 128, "torch.compile", {"90%": None, "70%": 0.97, "55%": None, "40%": 1.03}
+    ),
+    "gpt2_b16": Case(
+        "gpt2", 16, "torch.compile", {"80%": None, "65%": None, "50%": 1.00, "40%": None}
+    ),
+    "vit_b128": Case(
+        "vit", 128, "torch.compile", {"80%": None, "65%": None, "50%": 1.05, "40%": None}
+    ),
+}
+EQUAL = [("bert-base", 16, "60%"), ("resnet50", 64, "60%"), ("gpt2", 4, "70%")]
+ALL = [*CASES, "setup", "equal"]
+DEVICE = torch.device("cuda")
+_SHOWN = (
+    *("case", "way", "budget", "peak_of", "time_of", "target", "holds", "reserved_of_peak"),
+    *("forecast_peak_ratio", "forecast_time_ratio", "seconds", "optimize_s", "equal", "model"),
+    *("reason", "step_us", "kinds", "largest_difference"),
+)
+
+
+def run_case(name: str) -> Iterator[dict[str, Any]]:
+    """All rows of one case, as they come: the peers, then the planned steps."""
+    case = CASES[name]
+    head = {"case": name, "model": case.model, "batch": case.batch}
+    parts = _built(case.model, case.batch)
+    found = {"plain": _peer(parts, parts[1])}
+    yield {**head, "way": "plain", **_figures(found["plain"])}
+    start = time.perf_counter()
+    found["torch.compile"] = _peer(parts, torch.compile(parts[1]))
+    seconds = time.perf_counter() - start
+    yield {**head, "way": "torch.compile", **_figures(found["torch.compile"]), "seconds": seconds}
+    torch._dynamo.reset()
+    del parts
+    parts = _built(case.model, case.batch)
+    reference = found[case.against]
+    profile = None
+    for budget in (None, *case.targets):
+        row, profile = _planned(parts, budget, reference, profile)
+        target = None if budget is None else case.targets[budget]
+        yield {**head, "of": case.against, "target": target, **row}
+    yield {**head, "way": "plain, again", **_figures(_peer(parts, parts[1]))}
+    checkpoint_every_block(parts[1])
+    yield {**head, "way": "checkpoint every block", **_figures(_peer(parts, parts[1]))}
+
+
+def _built(name: str, batch: int) -> Any:
+    _settle()
+    work = models.build(name, batch=batch, precision="bf16", device="cuda")
+    return work.train_step, work.model, work.optimizer, work.batch
+
+
+def _peer(parts: Any, model: Any) -> Measurement:
+    _settle()
+    train_step, _, optimizer, batch = parts
+    return measure(lambda: train_step(model, optimizer, batch), device=DEVICE, steps=8, warmup=3)
+
+
+def _planned(
+    parts: Any, budget: str | None, reference: Measurement, profile: Any
+) -> tuple[dict[str, Any], Any]:
+    _settle()
+    within = None if budget is None else int(float(budget[:-1]) / 100 * reference.peak_bytes)
+    start = time.perf_counter()
+    costs = None if within is None else profile
+    step = rekindle.optimize(*parts, budget=within, engine="inductor", profile=costs)
+    seconds = time.perf_counter() - start
+    for _ in range(3):
+        step(parts[3])
+    torch.cuda.synchronize()
+    runs = step.captured._first.engine
+    reserved = torch.cuda.memory_reserved()
+    found = measure(lambda: step(parts[3]), device=DEVICE, steps=8, warmup=1)
+    is_graphed = isinstance(runs, Graphed)
+    peak = max(found.peak_bytes, runs.peak_bytes if is_graphed else 0)
+    row = {
+        "way": "planned",
+        "budget": budget or "none",
+        "budget_bytes": within,
+        "holds": within is None or peak <= within,
+        "reason": runs.reason if is_graphed else "no graphs",
+        "optimize_s": round(seconds, 2),
+        **_figures(found),
+        "peak_bytes": peak,
+        "reserved_bytes": reserved,
+        "reserved_of_peak": round(reserved / peak, 4),
+        "peak_of": round(peak / reference.peak_bytes, 4),
+        "time_of": round(found.step_us / reference.step_us, 4),
+    }
+    trace = step.trace
+    if trace is not None:
+        row |= {
+            "forecast": {"peak_bytes": trace.peak_bytes, "step_us": trace.step_us},
+            "forecast_peak_ratio": round(trace.peak_bytes / peak, 4),
+            "forecast_time_ratio": round(trace.step_us / found.step_us, 4),
+        }
+    return row, profile or step.plain_profile
+
+
+def _figures(found: Measurement) -> dict[str, Any]:
+    return {
+        "peak_bytes": found.peak_bytes,
+        "step_us": found.step_us,
+        "samples_us": list(found.samples_us),
+    }
+
+
+def _settle() -> None:
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+
+
+def setup() -> Iterator[dict[str, Any]]:
+    """The time to the first step, cold and warm, each in a new process."""
+    with tempfile.TemporaryDirectory() as folder:
+        caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "XDG_CACHE_HOME": folder}
+        for way in ("cold", "warm"):
+            command = [sys.executable, __file__, "--first-step"]
+            done = subprocess.run(
+                command, env={**os.environ, **caches}, capture_output=True, text=True, check=False
+            )
+            lines = done.stdout.strip().splitlines()
+            if done.returncode or not lines:
+                yield {"case": "setup", "way": way, "failed": done.stderr[-2000:]}
+            else:
+                yield {"case": "setup", "way": way, **json.loads(lines[-1])}
+
+
+def first_step() -> None:
+    """Optimize BERT-large for 65% of its memory and run one step; prints the seconds."""
+    parts = _built("bert-large", 32)
+    start = time.perf_counter()
+    step = rekindle.optimize(*parts, budget="65%", engine="inductor")
+    seconds = time.perf_counter() - start
+    step(parts[3])
+    torch.cuda.synchronize()
+    print(json.dumps({"optimize_s": seconds, "seconds": time.perf_counter() - start}))
+
+
+def equal(name: str, batch: int, budget: str) -> dict[str, Any]:
+    """Whether a planned training ends with the unplanned one's bits, both compiled."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        parts = _built(name, batch)
+        found = rekindle.verify(*parts, budget=budget, steps=4, engine="inductor")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return {
+        **{"case": "equal", "way": "equal", "model": name, "batch": batch, "budget": budget},
+        **{"equal": found.equal, "differences": list(found.differences[:8])},
+    }
+
+
+def _rows(case: str) -> Iterator[dict[str, Any]]:
+    if case == "setup":
+        yield from setup()
+    elif case == "equal":
+        yield from (equal(*each) for each in EQUAL)
+    else:
+        yield from run_case(case)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--case", nargs="+", choices=ALL, default=ALL)
+    parser.add_argument("--alone", action="store_true", help="one case, in this process")
+    parser.add_argument("--first-step", action="store_true", help="what `setup` runs")
+    given = parser.parse_args()
+    if given.first_step:
+        first_step()
+        return
+    rows: list[dict[str, Any]] = []
+    if given.alone:
+        for row in _rows(given.case[0]):
+            rows.append(row)
+            write(given.out, "compiled", rows)  # a run that is stopped leaves what it has
+            print(json.dumps({k: v for k, v in row.items() if k in _SHOWN}), flush=True)
+        return
+    for case in given.case:
+        out = given.out.with_suffix(f".{case}.json")
+        command = [sys.executable, __file__, "--alone", "--case", case, "--out", str(out)]
+        done = subprocess.run(command, check=False)
+        if out.exists():
+            rows += json.loads(out.read_text())["cases"]
+            out.unlink()
+        if done.returncode:
+            rows.append({"case": case, "failed": done.returncode})
+        write(given.out, "compiled", rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""Which ops become one: groups of ops along edges, as long as they can run as a whole.
+
+A group runs at one place, so that nothing outside of it may need one of its ops and be needed by
+another one. A valid order of all groups is kept up to date, and whether two may be one is looked up
+between their places in it alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+class Groups:
+    """A partition of ops that starts with each op alone. Merge two by their ops' indices.
+
+    `needs[i]` are the ops that op i needs, all earlier than itself.
+    """
+
+    def __init__(self, needs: Sequence[Iterable[int]]) -> None:
+        count = len(needs)
+        self._group_of = list(range(count))
+        self.members: dict[int, list[int]] = {index: [index] for index in range(count)}
+        self._before: list[set[int]] = [set(each) for each in needs]
+        self._after: list[set[int]] = [set() for _ in range(count)]
+        for index, each in enumerate(self._before):
+            for needed in each:
+                self._after[needed].add(index)
+        self._order: list[int | None] = list(range(count))
+        self._place = list(range(count))
+
+    def group_of(self, op: int) -> int:
+        """The group of an op: the index of one of its members."""
+        return self._group_of[op]
+
+    def order(self) -> list[int]:
+        """The groups in an order in which they can run."""
+        return [group for group in self._order if group is not None]
+
+    def merge(self, first: int, second: int) -> bool:
+        """Make one group of those of two ops, of which the second needs the first; False if not.
+
+        What comes between and does not need the first runs before them, all else after.
+        """
+        a, b = self._group_of[first], self._group_of[second]
+        if a == b:
+            return True
+        begin, end = self._place[a], self._place[b]
+        later = self._between(a, b)
+        if later is None:
+            return False
+        window = [g for g in self._order[begin : end + 1] if g is not None and g not in (a, b)]
+        earlier = [group for group in window if group not in later]
+        moved: list[int | None] = [*earlier, a, *(group for group in window if group in later)]
+        moved += [None] * (end + 1 - begin - len(moved))
+        self._order[begin : end + 1] = moved
+        for place, group in enumerate(moved, begin):
+            if group is not None:
+                self._place[group] = place
+        self._join(a, b)
+        return True
+
+    def _between(self, a: int, b: int) -> set[int] | None:
+        """The groups that need `a` and stand before `b`; None if `b` needs one of them."""
+        limit = self._place[b]
+        stack = [g for g in self._after[a] if g != b and self._place[g] < limit]
+        seen = set(stack)
+        while stack:
+            following = self._after[stack.pop()]
+            if b in following:
+                return None
+            new = {g for g in following if self._place[g] < limit} - seen
+            seen |= new
+            stack.extend(new)
+        return seen
+
+    def _join(self, a: int, b: int) -> None:
+        for member in self.members[b]:
+            self._group_of[member] = a
+        self.members[a] = sorted(self.members[a] + self.members.pop(b))
+        for needed in self._before[b]:
+            self._after[needed] = (self._after[needed] - {b}) | {a}
+        for following in self._after[b]:
+            self._before[following] = (self._before[following] - {b}) | {a}
+        self._before[a] = (self._before[a] | self._before[b]) - {a, b}
+        self._after[a] = (self._after[a] | self._after[b]) - {a, b}

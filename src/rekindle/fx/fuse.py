@@ -1,0 +1,316 @@
+"""Turns a step in small parts (`normal`) into one whose parts are what the compiler fuses.
+
+Matrix products, convolutions, attention and all else that a library does stay calls of their own.
+What lies between, element by element or reductions of it, becomes groups, each one call of compiled
+code (`inductor`). So the compiler never sees more than one group: what is kept, dropped, computed
+again and when is for the plan alone to say, and a group that is computed again is the same code.
+
+What a backward group needs of the forward pass, and what costs less bytes to compute than to read,
+is computed in the group: a mask from its seed, a wide copy from a short tensor.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from rekindle.core.grouping import Groups
+from rekindle.fx import halves
+from rekindle.fx.inductor import Fusing
+from rekindle.fx.rebuild import Builder, is_view
+from rekindle.fx.recording import Recording
+from rekindle.fx.tape import Call, OptimizerCall
+
+aten = torch.ops.aten
+
+_MOST_MEMBERS = 64
+_COPIES = (aten._to_copy.default, aten.clone.default)
+_MAKERS = (
+    *(aten.full.default, aten.ones_like.default, aten.zeros_like.default, aten.full_like.default),
+    *(aten.zeros.default, aten.ones.default, aten.new_zeros.default, aten.new_ones.default),
+)
+_OTHERS = frozenset(
+    (
+        *(aten.native_layer_norm.default, aten.native_layer_norm_backward.default),
+        *(aten.native_group_norm.default, aten.native_group_norm_backward.default),
+        *(aten.native_batch_norm.default, aten.native_batch_norm_backward.default),
+        *(aten._softmax.default, aten._softmax_backward_data.default),
+        *(aten._log_softmax.default, aten._log_softmax_backward_data.default),
+        *(aten.nll_loss_forward.default, aten.nll_loss_backward.default),
+        *(aten.mse_loss.default, aten.mse_loss_backward.default),
+        *(aten.slice_backward.default, aten.select_backward.default, aten.cat.default),
+        *(aten.hardtanh_backward.default, aten.leaky_relu_backward.default),
+        *(aten.constant_pad_nd.default, aten._to_copy.default),
+        *_MAKERS,
+    )
+)
+_HALVES = frozenset(
+    (halves.draw_mask, halves.keep_masked, halves.normalized, halves.log_sum_exp, halves.minus)
+)
+_CHEAP_HALVES = frozenset((halves.draw_mask, halves.keep_masked, halves.normalized, halves.minus))
+
+
+def fused(recording: Recording, fusing: Fusing) -> Recording:
+    """The step with groups of calls made one; `fusing` has the code of each kind of group."""
+    return _Fuse(recording, fusing).run()
+
+
+@dataclass
+class _Inside:
+    """The graph of one group: what it reads from outside, and what it makes for others."""
+
+    graph: fx.Graph
+    inputs: list[fx.Node]
+    outputs: list[fx.Node]
+
+
+class _Fuse:
+    def __init__(self, recording: Recording, fusing: Fusing) -> None:
+        self.recording = recording
+        self.tape = recording.tape
+        self.fusing = fusing
+        self.build = Builder(recording)
+        self.maker = {node: call for call in self.tape.calls for node in call.results}
+        self.body, self.tail = self._split()
+        self.views = {c.node for c in self.body if is_view(c, self.tape)}
+        self.units = [call for call in self.body if call.node not in self.views]
+        self.unit_of = {node: i for i, call in enumerate(self.units) for node in call.results}
+        self.written = {
+            self.tape.metas[node].storage for call in self.units for node in call.writes
+        }
+        last = max((i for i, call in enumerate(self.units) if call.in_backward), default=-1)
+        self.is_fusible = [i <= last and self._fusible(c) for i, c in enumerate(self.units)]
+        self.cheap: dict[fx.Node, list[fx.Node]] = {}  # what to compute again, and from what
+        self._find_cheap()
+
+    def run(self) -> Recording:
+        groups = self._groups()
+        insides = self._insides(groups)
+        for group in groups.order():
+            members = [self.units[i] for i in groups.members[group]]
+            if group in insides:
+                self._emit(members, insides[group])
+            elif not self.is_fusible[group] or self._is_plain(members):
+                self._keep(members[0])
+        for call in self.tail:
+            if isinstance(call, OptimizerCall):
+                self._want(call.grads)
+                self.build.keep_optimizer(call)
+            else:
+                self._keep(call)
+        self._want(self.recording.outputs)
+        return self.build.finish()
+
+    def _split(self) -> tuple[list[Call], list[Call | OptimizerCall]]:
+        """What comes before the optimizer is first called, and the rest."""
+        calls = list(self.build.calls())
+        is_end = [isinstance(call, OptimizerCall) or call.in_optimizer for call in calls]
+        end = is_end.index(True) if True in is_end else len(calls)
+        return [call for call in calls[:end] if isinstance(call, Call)], calls[end:]
+
+    def _root(self, node: fx.Node) -> fx.Node:
+        """What a node looks at, through all views."""
+        while node in self.maker and self.maker[node].node in self.views:
+            storage = self.tape.metas[node].storage
+            inputs = self.maker[node].node.all_input_nodes
+            node = next(each for each in inputs if self.tape.metas[each].storage == storage)
+        return node
+
+    def _nbytes(self, node: fx.Node) -> int:
+        meta = self.tape.metas[node]
+        return math.prod(meta.shape) * meta.dtype.itemsize
+
+    def _fusible(self, call: Call) -> bool:
+        target = call.node.target
+        touched = [*call.node.all_input_nodes, *call.results]
+        storages = {self.tape.metas[node].storage for node in touched}
+        devices = {self.tape.storages[storage].device for storage in storages}
+        if call.is_random or len(devices) != 1 or not call.results:
+            return False
+        if target is halves.batch_statistics:
+            return True
+        if call.writes or storages & self.written:
+            return False
+        return target in _HALVES or (
+            isinstance(target, OpOverload)
+            and (
+                target in _OTHERS
+                or torch.Tag.pointwise in target.tags
+                or torch.Tag.reduction in target.tags
+            )
+        )
+
+    def _find_cheap(self) -> None:
+        """What of the forward pass can be had from less bytes than it takes, and the bytes' nodes."""
+        for index, call in enumerate(self.units):
+            target = call.node.target
+            is_simple = target in _CHEAP_HALVES or (
+                isinstance(target, OpOverload)
+                and (torch.Tag.pointwise in target.tags or target in _COPIES or target in _MAKERS)
+            )
+            if not self.is_fusible[index] or call.in_backward or len(call.results) != 1:
+                continue
+            if not is_simple:
+                continue
+            leaves: dict[fx.Node, None] = {}
+            for arg in call.node.all_input_nodes:
+                leaves.update(dict.fromkeys(self.cheap.get(self._root(arg), [arg])))
+            if sum(self._nbytes(leaf) for leaf in leaves) < self._nbytes(call.results[0]):
+                self.cheap[call.results[0]] = list(leaves)
+
+    def _is_computed_again(self, root: fx.Node, reader: Call) -> bool:
+        return reader.in_backward and root in self.cheap
+
+    def _reads(self, index: int) -> Iterable[fx.Node]:
+        """The roots that a unit reads when cheap ones are computed for it."""
+        call = self.units[index]
+        for arg in call.node.all_input_nodes:
+            root = self._root(arg)
+            if self.is_fusible[index] and self._is_computed_again(root, call):
+                yield from (self._root(leaf) for leaf in self.cheap[root])
+            else:
+                yield root
+
+    def _groups(self) -> Groups:
+        """Merge what passes the most bytes first."""
+        needs: list[set[int]] = []
+        last_touch: dict[int, int] = {}
+        edges: list[tuple[int, int, int]] = []
+        for index, call in enumerate(self.units):
+            made = {root: self.unit_of[root] for root in self._reads(index) if root in self.unit_of}
+            needs.append(set(made.values()))
+            for node in (*call.node.all_input_nodes, *call.results):
+                storage = self.tape.metas[node].storage
+                if storage in self.written:  # these stay in their order
+                    needs[index].add(last_touch.get(storage, index))
+                    last_touch[storage] = index
+            needs[index].discard(index)
+            for root, other in made.items():
+                if self._may_merge(other, index):
+                    edges.append((-self._nbytes(root), other, index))
+        groups = Groups(needs)
+        for _, first, second in sorted(edges):
+            sizes = [len(groups.members[groups.group_of(i)]) for i in (first, second)]
+            if sum(sizes) <= _MOST_MEMBERS:
+                groups.merge(first, second)
+        return groups
+
+    def _may_merge(self, first: int, second: int) -> bool:
+        calls = [self.units[first], self.units[second]]
+        return (
+            self.is_fusible[first]
+            and self.is_fusible[second]
+            and calls[0].in_backward == calls[1].in_backward
+            and all(call.node.target is not halves.batch_statistics for call in calls)
+        )
+
+    def _is_plain(self, members: list[Call]) -> bool:
+        """Whether a group is one call whose own kernel is as good as a compiled one."""
+        (first, *others), target = members, members[0].node.target
+        if others or not isinstance(target, OpOverload):
+            return False
+        is_simple = torch.Tag.pointwise in target.tags or target in _COPIES or target in _MAKERS
+        roots = [self._root(arg) for arg in first.node.all_input_nodes]
+        return is_simple and not any(self._is_computed_again(root, first) for root in roots)
+
+    def _insides(self, groups: Groups) -> dict[int, _Inside]:
+        """The graph of each group that is compiled: of what somebody needs of it."""
+        ends = [*self.recording.outputs]
+        for call in self.tail:
+            ends += call.node.all_input_nodes if isinstance(call, Call) else call.grads
+        needed = {self._root(node) for node in ends}
+        found: dict[int, _Inside] = {}
+        for group in reversed(groups.order()):
+            members = [self.units[i] for i in groups.members[group]]
+            if not self.is_fusible[group] or self._is_plain(members):
+                needed.update(self._root(a) for c in members for a in c.node.all_input_nodes)
+                continue
+            outputs = [n for call in members for n in call.results if n in needed]
+            if outputs or any(call.writes for call in members):
+                found[group] = self._inside(members, outputs)
+                needed.update(self._root(node) for node in found[group].inputs)
+        return found
+
+    def _inside(self, members: list[Call], outputs: list[fx.Node]) -> _Inside:
+        """A graph that computes some results of a group's members."""
+        graph = fx.Graph()
+        own = {node for call in members for node in call.results}
+        inner: dict[fx.Node, fx.Node] = {}
+        inputs: list[fx.Node] = []
+        in_backward = members[0].in_backward
+
+        def is_inside(node: fx.Node) -> bool:
+            root = self._root(node)
+            return root in own or (in_backward and root in self.cheap)
+
+        def value(node: fx.Node) -> fx.Node:
+            if node not in inner and not is_inside(node):
+                inputs.append(node)
+                with graph.inserting_after(placeholders[-1] if placeholders else graph._root):
+                    placeholders.append(graph.placeholder(f"input_{len(placeholders)}"))
+                inner[node] = placeholders[-1]
+            elif node not in inner:
+                compute(self.maker[node])
+            return inner[node]
+
+        def compute(call: Call) -> None:
+            args = fx.map_arg(call.node.args, value)
+            kwargs = fx.map_arg(call.node.kwargs, value)
+            inner[call.node] = graph.create_node("call_function", call.node.target, args, kwargs)
+            for result in call.results:
+                take(result, call)
+
+        def take(result: fx.Node, call: Call) -> fx.Node:
+            if result not in inner:
+                source, index = result.args
+                assert isinstance(source, fx.Node)
+                inner[result] = graph.create_node(
+                    "call_function", operator.getitem, (take(source, call), index)
+                )
+            return inner[result]
+
+        placeholders: list[fx.Node] = []
+        for call in members:
+            if call.writes:
+                compute(call)
+        made = [value(node) for node in outputs]
+        graph.output(made)
+        graph.eliminate_dead_code(is_impure_node=_stays)
+        return _Inside(graph, inputs, outputs)
+
+    def _emit(self, members: list[Call], inside: _Inside) -> None:
+        """Make the one call that a group has become."""
+        self._want(inside.inputs)
+        leads = [self.build.lead[node] for node in inside.inputs]
+        function = self.fusing.function(inside.graph, [self.build.fake(node) for node in leads])
+        like = replace(
+            members[-1],
+            in_loss=any(call.in_loss for call in members),
+            in_model=any(call.in_model for call in members),
+        )
+        writes = [self.build.lead[node] for call in members for node in call.writes]
+        made = self.build.emit(function, tuple(leads), {}, like, writes=writes, is_random=False)
+        for node, result in zip(inside.outputs, made.results, strict=True):
+            self.build.lead[node] = result
+
+    def _keep(self, call: Call) -> None:
+        self._want(call.node.all_input_nodes)
+        self.build.keep(call)
+
+    def _want(self, nodes: Iterable[fx.Node]) -> None:
+        """Have views where they are needed first."""
+        for node in nodes:
+            if node not in self.build.lead:
+                self._keep(self.maker[node])
+
+
+def _stays(node: fx.Node) -> bool:
+    """Whether a node has to be in a group's graph, though nobody reads it."""
+    return node.op in ("placeholder", "output") or node.target is halves.batch_statistics

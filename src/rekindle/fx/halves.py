@@ -1,0 +1,82 @@
+"""Functions that a step for the compiler calls in place of operators that do too much at once.
+
+Each is plain torch, which the compiler takes apart. What they compute is what the operators do, but
+for rounding; masks come from seeds, so that they can be drawn again anywhere, as often as is needed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch._inductor import inductor_prims  # noqa: F401  (registers prims.inductor_random)
+
+_SEED_WORDS = 2  # 16 bytes a seed: what compiled code likes to start at
+
+
+def draw_seeds(count: int, device: str) -> Tensor:
+    """A seed for each mask of a step, from the device's generator."""
+    limits = torch.iinfo(torch.int64)
+    return torch.randint(limits.min, limits.max, (count, _SEED_WORDS), device=device)
+
+
+def draw_mask(seed: Tensor, shape: list[int], p: float) -> Tensor:
+    """Which elements are kept if each is dropped with probability `p`: a function of the seed."""
+    return torch.ops.prims.inductor_random.default(shape, seed, "rand") >= p
+
+
+def keep_masked(tensor: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """What dropout returns."""
+    return tensor * mask * scale
+
+
+def batch_statistics(
+    tensor: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Mean and inverse deviation of a batch, channel by channel; the running ones follow them."""
+    dims = [0, *range(2, tensor.dim())]
+    var, mean = torch.var_mean(tensor.float(), dims, correction=0)
+    if running_mean is not None:
+        running_mean.copy_(momentum * mean + (1 - momentum) * running_mean)
+    if running_var is not None:
+        count = tensor.numel() / tensor.shape[1]
+        unbiased = var * (count / max(count - 1, 1))
+        running_var.copy_(momentum * unbiased + (1 - momentum) * running_var)
+    return mean, torch.rsqrt(var + eps)
+
+
+def normalized(
+    tensor: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    inverse_deviation: Tensor,
+) -> Tensor:
+    """What batch norm returns, from statistics that are known."""
+    shape = [1, -1] + [1] * (tensor.dim() - 2)
+    scale = inverse_deviation if weight is None else inverse_deviation * weight.float()
+    result = (tensor.float() - mean.view(shape)) * scale.view(shape)
+    if bias is not None:
+        result = result + bias.float().view(shape)
+    return result.to(tensor.dtype)
+
+
+def log_sum_exp(tensor: Tensor, dim: int) -> Tensor:
+    """What log-softmax subtracts."""
+    wide = tensor.float() if tensor.dtype.itemsize < 4 else tensor
+    largest = wide.amax(dim, keepdim=True)
+    return largest + (wide - largest).exp().sum(dim, keepdim=True).log()
+
+
+def minus(tensor: Tensor, subtracted: Tensor, dtype: torch.dtype) -> Tensor:
+    """What log-softmax returns."""
+    return (tensor.to(subtracted.dtype) - subtracted).to(dtype)
+
+
+def in_order(tensor: Tensor, stride: list[int]) -> Tensor:
+    """The same tensor, in memory in this order."""
+    made = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
+    return made.copy_(tensor)

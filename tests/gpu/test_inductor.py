@@ -1,0 +1,47 @@
+"""The compiled engine on a GPU: plans are kept, and change no bit of what is compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import rekindle
+from rekindle import models
+from rekindle.fx.compare import State, differences, state_of
+from rekindle.fx.cudagraph import Graphed
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.fixture(autouse=True)
+def _deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def trained(name: str, batch: int, **how: Any) -> tuple[rekindle.TrainStep, State]:
+    torch.manual_seed(0)
+    work = models.build(name, batch=batch, precision="bf16", device="cuda")
+    parts = (work.train_step, work.model, work.optimizer, work.batch)
+    step = rekindle.optimize(*parts, engine="inductor", **how)
+    torch.manual_seed(1)
+    results = {f"result {i}": step(work.batch).detach().cpu() for i in range(4)}
+    return step, {**state_of(work.model, work.optimizer), **results}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("name", "batch"), [("bert-base", 4), ("resnet18", 16), ("gpt2", 2)])
+def test_a_plan_changes_no_bit(name: str, batch: int) -> None:
+    step, plain = trained(name, batch)
+    assert step.captured.is_compiled
+    planned_step, planned = trained(name, batch, budget="75%")
+    assert differences(plain, planned) == []
+    engine = planned_step.captured._first.engine
+    assert isinstance(engine, Graphed)
+    assert not engine.reason
+    assert planned_step.budget_bytes is not None
+    assert engine.peak_bytes <= planned_step.budget_bytes
