@@ -71,7 +71,7 @@ TOGETHER_TARGET = "rekindle.together"
 """The target of an op that does at once what several captured ops of one kind do."""
 
 FUSED_PREFIX = "rekindle.fused_"
-"""How the target of an op starts that is a compiled group of captured ops: a function of tensors."""
+"""How the target of a compiled group of captured ops starts: a function of tensors."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,7 @@ class EngineMaker:
         self, name: str, device: torch.device, progress: Progress = lambda text: None
     ) -> None:
         self._progress = progress
+        self._device = device
         check_engine(name)
         self._recorder: Recorder | None = None
         self._fusing = Fusing() if name == "inductor" else None
@@ -74,7 +75,8 @@ class EngineMaker:
         """
         if self._fusing is None:
             return recording
-        compiled = fused(normalized(recording), self._fusing)
+        normal = normalized(recording, for_gpu=self._device.type == "cuda")
+        compiled = fused(normal, self._fusing)
         try:
             self._fusing.compile(self._progress)
         except Exception as error:  # whatever is missing: a compiler, Triton, a header

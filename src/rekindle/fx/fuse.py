@@ -15,7 +15,6 @@ import math
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import fx
@@ -23,6 +22,7 @@ from torch._ops import OpOverload
 
 from rekindle.core.grouping import Groups
 from rekindle.fx import halves
+from rekindle.fx.fusible import is_fusible, is_simple
 from rekindle.fx.inductor import Fusing
 from rekindle.fx.rebuild import Builder, is_view
 from rekindle.fx.recording import Recording
@@ -31,30 +31,7 @@ from rekindle.fx.tape import Call, OptimizerCall
 aten = torch.ops.aten
 
 _MOST_MEMBERS = 64
-_COPIES = (aten._to_copy.default, aten.clone.default)
-_MAKERS = (
-    *(aten.full.default, aten.ones_like.default, aten.zeros_like.default, aten.full_like.default),
-    *(aten.zeros.default, aten.ones.default, aten.new_zeros.default, aten.new_ones.default),
-)
-_OTHERS = frozenset(
-    (
-        *(aten.native_layer_norm.default, aten.native_layer_norm_backward.default),
-        *(aten.native_group_norm.default, aten.native_group_norm_backward.default),
-        *(aten.native_batch_norm.default, aten.native_batch_norm_backward.default),
-        *(aten._softmax.default, aten._softmax_backward_data.default),
-        *(aten._log_softmax.default, aten._log_softmax_backward_data.default),
-        *(aten.nll_loss_forward.default, aten.nll_loss_backward.default),
-        *(aten.mse_loss.default, aten.mse_loss_backward.default),
-        *(aten.slice_backward.default, aten.select_backward.default, aten.cat.default),
-        *(aten.hardtanh_backward.default, aten.leaky_relu_backward.default),
-        *(aten.constant_pad_nd.default, aten._to_copy.default),
-        *_MAKERS,
-    )
-)
-_HALVES = frozenset(
-    (halves.draw_mask, halves.keep_masked, halves.normalized, halves.log_sum_exp, halves.minus)
-)
-_CHEAP_HALVES = frozenset((halves.draw_mask, halves.keep_masked, halves.normalized, halves.minus))
+_SLACK = 1.02  # what is computed again may take so many of its own bytes to read
 
 
 def fused(recording: Recording, fusing: Fusing) -> Recording:
@@ -89,6 +66,7 @@ class _Fuse:
         self.is_fusible = [i <= last and self._fusible(c) for i, c in enumerate(self.units)]
         self.cheap: dict[fx.Node, list[fx.Node]] = {}  # what to compute again, and from what
         self._find_cheap()
+        self.read_by_others = self._read_by_others()
 
     def run(self) -> Recording:
         groups = self._groups()
@@ -138,31 +116,19 @@ class _Fuse:
             return True
         if call.writes or storages & self.written:
             return False
-        return target in _HALVES or (
-            isinstance(target, OpOverload)
-            and (
-                target in _OTHERS
-                or torch.Tag.pointwise in target.tags
-                or torch.Tag.reduction in target.tags
-            )
-        )
+        return is_fusible(target)
 
     def _find_cheap(self) -> None:
-        """What of the forward pass can be had from less bytes than it takes, and the bytes' nodes."""
+        """What of the forward pass can be had from no more bytes than its own, and from whose."""
         for index, call in enumerate(self.units):
-            target = call.node.target
-            is_simple = target in _CHEAP_HALVES or (
-                isinstance(target, OpOverload)
-                and (torch.Tag.pointwise in target.tags or target in _COPIES or target in _MAKERS)
-            )
-            if not self.is_fusible[index] or call.in_backward or len(call.results) != 1:
-                continue
-            if not is_simple:
+            is_single = len(call.results) == 1 and is_simple(call.node.target)
+            if not (self.is_fusible[index] and is_single) or call.in_backward:
                 continue
             leaves: dict[fx.Node, None] = {}
             for arg in call.node.all_input_nodes:
                 leaves.update(dict.fromkeys(self.cheap.get(self._root(arg), [arg])))
-            if sum(self._nbytes(leaf) for leaf in leaves) < self._nbytes(call.results[0]):
+            nbytes = sum(self._nbytes(leaf) for leaf in leaves)
+            if nbytes <= _SLACK * self._nbytes(call.results[0]):
                 self.cheap[call.results[0]] = list(leaves)
 
     def _is_computed_again(self, root: fx.Node, reader: Call) -> bool:
@@ -193,7 +159,7 @@ class _Fuse:
                     last_touch[storage] = index
             needs[index].discard(index)
             for root, other in made.items():
-                if self._may_merge(other, index):
+                if self._may_merge(other, index) and not self._is_read_anyway(root, call):
                     edges.append((-self._nbytes(root), other, index))
         groups = Groups(needs)
         for _, first, second in sorted(edges):
@@ -211,14 +177,31 @@ class _Fuse:
             and all(call.node.target is not halves.batch_statistics for call in calls)
         )
 
+    def _is_read_anyway(self, root: fx.Node, call: Call) -> bool:
+        """Whether a call sums over rows what has to be in memory for somebody else.
+
+        In one kernel with what makes it, all that this needs would be read twice.
+        """
+        if call.node.target is not aten.sum.dim_IntList:
+            return False
+        shape, dims = self.tape.metas[root].shape, call.node.args[1]
+        assert isinstance(dims, (list, tuple))
+        is_over_rows = len(shape) - 1 not in dims and -1 not in dims
+        return is_over_rows and root in self.read_by_others
+
+    def _read_by_others(self) -> set[fx.Node]:
+        """What calls read that are not fused."""
+        units = zip(self.units, self.is_fusible, strict=True)
+        others = [call for call, is_fused in units if not is_fused]
+        return {self._root(arg) for call in others for arg in call.node.all_input_nodes}
+
     def _is_plain(self, members: list[Call]) -> bool:
         """Whether a group is one call whose own kernel is as good as a compiled one."""
         (first, *others), target = members, members[0].node.target
         if others or not isinstance(target, OpOverload):
             return False
-        is_simple = torch.Tag.pointwise in target.tags or target in _COPIES or target in _MAKERS
         roots = [self._root(arg) for arg in first.node.all_input_nodes]
-        return is_simple and not any(self._is_computed_again(root, first) for root in roots)
+        return is_simple(target) and not any(self._is_computed_again(root, first) for root in roots)
 
     def _insides(self, groups: Groups) -> dict[int, _Inside]:
         """The graph of each group that is compiled: of what somebody needs of it."""

@@ -1,7 +1,7 @@
 """Functions that a step for the compiler calls in place of operators that do too much at once.
 
 Each is plain torch, which the compiler takes apart. What they compute is what the operators do, but
-for rounding; masks come from seeds, so that they can be drawn again anywhere, as often as is needed.
+for rounding; masks come from seeds, so that they can be drawn again anywhere, and any time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A recorded step as a compiler likes it: what it may fuse is there in small parts, each a function.
+"""A recorded step as a compiler likes it: what it may fuse is there in small parts.
 
 - What is computed twice alike is computed once.
 - An op that writes over what the step itself has made makes something new instead: in one kernel
@@ -6,13 +6,15 @@
 - Dropout multiplies by a mask that is a function of a seed, so that no mask is ever kept.
 - A batch norm in training finds statistics, and applies them: to compute it again takes the second
   half alone. Log-softmax is two halves for the same reason.
-- On a GPU, convolutions get their tensors with channels last, as the fast ones want them.
+- On a GPU, convolutions get their tensors with channels last, as the fast ones want them, and
+  matrix products sides that are multiples of eight.
 
 Numbers are those of the recorded step but for rounding, and for which elements dropout drops.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from typing import Any
 
@@ -21,7 +23,8 @@ from torch import fx
 from torch._ops import OpOverload
 
 from rekindle.fx import halves, ops
-from rekindle.fx.rebuild import Builder
+from rekindle.fx.fusible import is_fusible
+from rekindle.fx.rebuild import Builder, is_view
 from rekindle.fx.recording import Recording
 from rekindle.fx.tape import Call, Meta, OptimizerCall
 
@@ -34,21 +37,21 @@ _ANY_ORDER = frozenset(
         *_CONVOLUTIONS,
         aten.max_pool2d_with_indices.default,
         aten.max_pool2d_with_indices_backward.default,
-        aten.native_batch_norm.default,
-        aten.native_batch_norm_backward.default,
-        aten._to_copy.default,
     )
 )
-_ANY_ORDER_TAGS = frozenset((torch.Tag.pointwise, torch.Tag.reduction))
+_PRODUCTS = (aten.mm.default, aten.addmm.default)
+_ALIGNED = 8  # numbers of two bytes: fast products want tensors to lie in memory in such pieces
+_WORTH_FLOPS = 1 << 30  # a smaller product is not worth padding
 
 
-def normalized(recording: Recording) -> Recording:
-    """The same step in small parts without side effects, for the compiler."""
-    return _Normal(recording).run()
+def normalized(recording: Recording, *, for_gpu: bool) -> Recording:
+    """The same step in small parts without side effects, for the compiler of a GPU or CPU."""
+    return _Normal(recording, for_gpu).run()
 
 
 class _Normal:
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: Recording, for_gpu: bool) -> None:
+        self.for_gpu = for_gpu
         self.build = Builder(recording)
         self.old = recording.tape
         self.lead = self.build.lead
@@ -59,6 +62,8 @@ class _Normal:
         recording_ends = [g for call in self.old.optimizer_calls for g in call.grads]
         self.ends = {*recording.outputs, *recording_ends}
         self.last_use = self._last_uses()
+        self.maker = {node: call for call in calls for node in call.results}
+        self.padded: dict[tuple[fx.Node, int, int], fx.Node] = {}
         self.made_at = {node: call.serial for call in calls for node in call.results}
         self.entered = {self.old.metas[entry.node].storage for entry in self.old.entries}
         self._n_masks = 0
@@ -90,6 +95,8 @@ class _Normal:
             self._log_softmax(call)
         elif target in _CONVOLUTIONS and self._has_channels_last(call):
             self._convolution(call)
+        elif target in _PRODUCTS and self._is_misaligned(call):
+            self._product(call)
         elif self._is_replaceable(call):
             self._out_of_place(call)
         elif call.writes or call.is_random or not isinstance(target, OpOverload):
@@ -100,13 +107,20 @@ class _Normal:
     def _keep(self, call: Call) -> None:
         """Make a call as it was, on tensors of the forms it knows."""
         target = call.node.target
-        takes_any = isinstance(target, OpOverload) and (
-            target in _ANY_ORDER or bool(_ANY_ORDER_TAGS.intersection(target.tags))
-        )
-        if not takes_any:
+        if is_view(call, self.old) and self._can_look(call):
+            self.build.keep(call)
+            return
+        if target not in _ANY_ORDER and not is_fusible(target):
             for arg in call.node.all_input_nodes:
                 self._as_recorded(arg, call)
         self.build.keep(call)
+
+    def _can_look(self, call: Call) -> bool:
+        """Whether a view can be had of what takes its argument's place, however that lies."""
+        try:
+            return self.build.is_view_of(call)
+        except RuntimeError:  # "view size is not compatible with input tensor's size and stride"
+            return False
 
     def _compute_once(self, call: Call) -> None:
         key = self._key(call)
@@ -246,9 +260,7 @@ class _Normal:
         self.lead[call.results[0]] = result
 
     def _has_channels_last(self, call: Call) -> bool:
-        tensors = [self.old.metas[node] for node in call.node.all_input_nodes]
-        device = self.old.storages[tensors[0].storage].device
-        return device.type == "cuda" and len(tensors[0].shape) == 4
+        return self.for_gpu and len(self.old.metas[call.node.all_input_nodes[0]].shape) == 4
 
     def _convolution(self, call: Call) -> None:
         args: list[Any] = list(fx.map_arg(call.node.args, self.lead.__getitem__))
@@ -266,6 +278,66 @@ class _Normal:
         if node.target is aten._to_copy.default:  # of a weight: cast it to that order at once
             return self._once(node.target, node.args, {**node.kwargs, **how}, like)
         return self._once(aten.clone.default, (node,), how, like)
+
+    def _is_misaligned(self, call: Call) -> bool:
+        """Whether a large product of short numbers has a side that slows it down."""
+        a, b = (self.old.metas[node] for node in call.node.all_input_nodes[-2:])
+        return (
+            self.for_gpu
+            and a.dtype.itemsize == 2
+            and 2 * math.prod((*a.shape, b.shape[1])) >= _WORTH_FLOPS
+            and any(self._missing(call))
+            and not call.node.kwargs
+            and len(call.node.args) == len(call.node.all_input_nodes)
+        )
+
+    def _missing(self, call: Call) -> tuple[int, int, int]:
+        """How much is missing to rows, the side that is summed over, and columns of a product.
+
+        The sides along which tensors lie in memory matter: the first tensor's, the second's and
+        the result's, which lies along its rows.
+        """
+        a, b = (self.old.metas[node] for node in call.node.all_input_nodes[-2:])
+        rows, inner, columns = (-side % _ALIGNED for side in (*a.shape, b.shape[1]))
+        is_inner = a.stride[1] == 1 or b.stride[0] == 1
+        return (0 if a.stride[1] == 1 else rows), (inner if is_inner else 0), columns
+
+    def _product(self, call: Call) -> None:
+        """A product of tensors with zeros added to their sides; a part of it is the result."""
+        *bias, a, b = call.node.all_input_nodes
+        rows, inner, columns = self._missing(call)
+        pad = aten.constant_pad_nd.default
+        args = [self._once(pad, (self.lead[each], [0, columns]), {}, call) for each in bias]
+        args += [self._padded(a, rows, inner, call), self._padded(b, inner, columns, call)]
+        (result,) = self.build.emit(call.node.target, tuple(args), {}, call, writes=()).results
+        shape = self.old.metas[a].shape[0], self.old.metas[b].shape[1]
+        self.lead[call.node] = self._corner(result, shape, call)
+
+    def _corner(self, node: fx.Node, shape: tuple[int, int], like: Call) -> fx.Node:
+        """The part of a matrix that was there before zeros were added."""
+        for dim, (side, whole) in enumerate(zip(shape, self.build.meta(node).shape, strict=True)):
+            if side != whole:
+                (node,) = self._emit(aten.slice.Tensor, (node, dim, 0, side), like).results
+        return node
+
+    def _padded(self, node: fx.Node, rows: int, columns: int, like: Call) -> fx.Node:
+        """A matrix with rows and columns of zeros added, which others look at from then on, too."""
+        call = self.maker.get(node)
+        if call is not None and call.node.target is aten.t.default:
+            (base,) = call.node.all_input_nodes
+            turned = self._padded(base, columns, rows, like)
+            return self._once(aten.t.default, (turned,), {}, like)
+        lead = self.lead[node]
+        if not rows and not columns:
+            return lead
+        if (lead, rows, columns) not in self.padded:
+            missing = [0, columns, 0, rows]
+            whole = self._once(aten.constant_pad_nd.default, (lead, missing), {}, like)
+            (height, width), *_ = self.build.meta(lead)
+            self.lead[node] = self._corner(whole, (height, width), like)
+            for known in (lead, self.lead[node]):
+                self.padded[known, rows, columns] = whole
+        return self.padded[lead, rows, columns]
 
     def _once(self, target: Any, args: Any, kwargs: Any, like: Call) -> fx.Node:
         key = (target, repr(args), repr(kwargs))

@@ -77,6 +77,16 @@ class Builder:
             made = self._append(call.node.target, args, kwargs, call, self._as_recorded(call))
         self.follow(call, made)
 
+    def is_view_of(self, call: Call) -> bool:
+        """Whether a recorded call, made here, would look at its argument and copy nothing."""
+        args = fx.map_arg(call.node.args, self.lead.__getitem__)
+        kwargs = fx.map_arg(call.node.kwargs, self.lead.__getitem__)
+        found = self._run(call.node.target, args, kwargs)
+        looked = {
+            self.fake(self.lead[n]).untyped_storage()._cdata for n in call.node.all_input_nodes
+        }
+        return all(made.untyped_storage()._cdata in looked for made in ops.tensors(found))
+
     def keep_optimizer(self, call: OptimizerCall) -> None:
         """Call the optimizer, with what takes the gradients' places."""
         grads = [self.lead[grad] for grad in call.grads]
