@@ -90,6 +90,11 @@ class TrainStep:
         return None if profile is None else simulate(self._captured.graph, profile)
 
     @property
+    def is_compiled(self) -> bool:
+        """Whether what runs has been compiled, and may round differently from the plain step."""
+        return self._captured.is_compiled
+
+    @property
     def graphs_peak_bytes(self) -> int:
         """What the step needed when it was captured in CUDA graphs; 0 where it was not."""
         return self._captured.graphs_peak_bytes

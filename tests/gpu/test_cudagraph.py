@@ -263,6 +263,10 @@ def test_a_capture_that_fails_leaves_the_generator_usable(monkeypatch: pytest.Mo
     watched = Watched()
     assert compare(noisy, watched, steps=5).differences == ()
     assert "cannot be captured" in watched.engine.reason
+    pool = torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(pool):
+        torch.empty(1 << 20, device="cuda")
+    del pool  # ends the process, if the allocator still takes the capture to be under way
 
 
 def segments_of(engine: Graphed) -> dict[int, int]:

@@ -21,6 +21,7 @@ from rekindle.cli.options import (
     BudgetOption,
     CsvOption,
     DeviceOption,
+    EngineOption,
     FolderOption,
     HtmlOption,
     JsonOption,
@@ -46,6 +47,7 @@ from rekindle.cli.schemes import compare_schemes
 from rekindle.cli.work import Profiled, Trained, profiled, trained
 from rekindle.core.serial import load_plan, save_plan, save_profile
 from rekindle.errors import InfeasibleBudget, PlanError, RekindleError, ReportError
+from rekindle.fx.engines import check_engine
 from rekindle.plan.curve import trade_offs
 from rekindle.plan.named import find_planner
 from rekindle.report import (
@@ -157,20 +159,24 @@ def run_model(
     batch: BatchOption = None,
     precision: PrecisionOption = None,
     device: RunDeviceOption = None,
+    engine: EngineOption = None,
     html_path: HtmlOption = None,
     json: JsonOption = None,
 ) -> None:
     """Train a model plainly and within a budget, and compare every bit, the peak and the time.
 
-    Without a budget, the step is captured and replayed as it is, and compared all the same.
+    Without a budget, the step is captured and replayed as it is, and compared all the same. What
+    --engine inductor compiles is compared with the same, compiled, without a budget.
 
     On a GPU, torch uses deterministic algorithms: two plain trainings need not agree otherwise.
     """
     _check_run_options(budget, planner, plan_file, html_path)
+    check_engine(engine or "auto")
     how = {"batch": batch, "precision": precision, "device": device}
     within: dict[str, Any] = {"budget": budget, "planner": planner or "auto"}
     if plan_file is not None:
         within = {"plan": load_plan(plan_file)}
+    within["engine"] = engine or "auto"
     with working(model, json) as tell:
         found = trained(model, how, steps=steps, tell=tell, **within)
         tell("writing")

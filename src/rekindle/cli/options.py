@@ -167,6 +167,12 @@ SchemesDeviceOption = Annotated[
 RunDeviceOption = Annotated[
     str | None, typer.Option("--device", metavar="cpu|cuda", help="Where the step runs.")
 ]
+EngineOption = Annotated[
+    str | None,
+    typer.Option(
+        "--engine", metavar="E", help="auto, python, cudagraph or inductor; auto unless told."
+    ),
+]
 HtmlOption = Annotated[
     str | None,
     typer.Option("--html", metavar="PATH", callback=_check_page, help="Write an interactive page."),

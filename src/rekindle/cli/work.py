@@ -65,6 +65,7 @@ def trained(
     budget: str | None = None,
     planner: str = "auto",
     plan: Plan | None = None,
+    engine: str = "auto",
 ) -> Trained:
     """Build a model twice and train it plainly and with what `optimize` makes of it."""
     asked = {name: value for name, value in how.items() if value is not None}
@@ -85,11 +86,16 @@ def trained(
         modes.add(torch.are_deterministic_algorithms_enabled())
         return work.train_step, work.model, work.optimizer, work.batch
 
+    def unplanned(*parts: Any) -> rekindle.TrainStep:
+        return rekindle.optimize(*parts, engine=engine, progress=tell)
+
     def optimize(*parts: Any) -> rekindle.TrainStep:
         if plan is None:
             if budget is not None:
                 tell("capturing, profiling and planning a step")
-            return rekindle.optimize(*parts, budget=budget, planner=planner)
+            return rekindle.optimize(
+                *parts, budget=budget, planner=planner, engine=engine, progress=tell
+            )
         captured = rekindle.capture(*parts)
         if graph_of(plan, captured.recording, captured.graph) is None:
             raise PlanError(
@@ -98,18 +104,18 @@ def trained(
             )
         tell("profiling")  # a plan comes without costs, and the forecast needs them
         costs = rekindle.profile(captured, progress=tell)
-        return rekindle.optimize(*parts, plan=plan, profile=costs)
+        return rekindle.optimize(*parts, plan=plan, profile=costs, engine=engine)
 
     with named(model), _determinism_put_back():
         try:
-            comparison = compare(make, optimize, steps=steps, on_stage=tell)
+            comparison = compare(make, optimize, steps=steps, on_stage=tell, unplanned=unplanned)
         except RuntimeError as error:
             if _IS_RANDOM not in str(error):
                 raise
             tell("an operator has no deterministic algorithm: starting again without")
             torch.use_deterministic_algorithms(False)
             strictly = False
-            comparison = compare(make, optimize, steps=steps, on_stage=tell)
+            comparison = compare(make, optimize, steps=steps, on_stage=tell, unplanned=unplanned)
     return Trained(comparison, about, ", ".join(sorted(places)) or "cpu", all(modes))
 
 

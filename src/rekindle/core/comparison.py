@@ -22,6 +22,10 @@ class Comparison:
     `plan` and `trace` are of the step that ran, `plain_trace` and `plain_profile` of the plain one.
     Where the plain step does not fit into the device's memory, there is nothing of it, and nothing
     was compared.
+
+    A step that `is_compiled` may round differently from the plain one. It is compared with another
+    that is compiled, too, and drops nothing; `rounding` is how far that one's results are from the
+    plain step's, as a share of them: the largest of all steps, None if there is no plain step.
     """
 
     graph: StepGraph
@@ -39,6 +43,8 @@ class Comparison:
     trace: Trace | None = None
     plain_trace: Trace | None = None
     plain_profile: Profile | None = None
+    is_compiled: bool = False
+    rounding: float | None = None
 
     @property
     def steps(self) -> int:
@@ -48,7 +54,7 @@ class Comparison:
     @property
     def equal(self) -> bool:
         """Whether all was compared and nothing differs."""
-        return self.plain_fits and not self.differences
+        return bool(self.compared) and not self.differences
 
     @property
     def is_within_budget(self) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -113,6 +113,33 @@ class CudaPool(CudaMemory):
         self._pool = torch.cuda.MemPool()
         self._plugs: dict[int, torch.UntypedStorage] = {}
         self.id = torch.cuda._POOL_HANDLE(self._pool.id)
+
+    @contextmanager
+    def capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+        """Capture what is done on this stream in a graph, in this memory."""
+        n_users = self._pool.use_count()
+        # Other threads, a data loader's for one, may go on using CUDA meanwhile.
+        graph.capture_begin(pool=self.id, capture_error_mode="thread_local")
+        try:
+            yield
+        finally:
+            try:
+                graph.capture_end()
+            except RuntimeError:
+                self._recover(n_users)
+                raise
+
+    def _recover(self, n_users: int) -> None:
+        """Let go of what torch holds on to where a capture fails: this pool, and the stream's use.
+
+        Otherwise the memory is never given back, and pools that are deleted later on end the
+        process.
+        """
+        index = torch.cuda.current_device() if self._device.index is None else self._device.index
+        with suppress(RuntimeError):  # nothing to end: it has been done
+            torch._C._cuda_endAllocateToPool(index, self.id)
+        while self._pool.use_count() > n_users:
+            torch._C._cuda_releasePool(index, self.id)
 
     def allocate(self, nbytes: int) -> int | None:
         try:  # a bare storage: `torch.empty` fills it, where algorithms are to be deterministic

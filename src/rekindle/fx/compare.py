@@ -6,6 +6,7 @@ import gc
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -45,6 +46,8 @@ class Step(Protocol):
     def budget_bytes(self) -> int | None: ...
     @property
     def graphs_peak_bytes(self) -> int: ...
+    @property
+    def is_compiled(self) -> bool: ...
     def __call__(self, batch: Any) -> Any: ...
 
 
@@ -93,30 +96,43 @@ def compare(
     steps: int,
     seed: int = 0,
     on_stage: Callable[[str], None] = lambda stage: None,
+    unplanned: Callable[..., Step] | None = None,
 ) -> Comparison:
     """Train with `optimize`, then plainly, on what `make` builds anew each time; compare the ends.
 
-    `make` returns (train_step, model, optimizer, batch) and is called twice, under the same seed;
-    the random generators are put back afterwards. `on_stage` is told what is about to happen. A
-    plain step that runs out of memory, where the other has a budget, is a result and no error.
+    `make` returns (train_step, model, optimizer, batch) and is called for each training, under the
+    same seed; the random generators are put back afterwards. `on_stage` is told what is about to
+    happen. A plain step that runs out of memory, where the other has a budget, is a result and no
+    error. A compiled step is compared with what `unplanned` makes, which drops nothing.
     """
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with torch.random.fork_rng(devices=devices):
+
+    def trained(prepare: Callable[..., Any], stage: str) -> _Training:
         on_stage("building the model")
         torch.manual_seed(seed)
         train_step, *objects = make()
         torch.manual_seed(seed)
         on_stage("capturing a step")
         start = time.perf_counter()
-        step = optimize(train_step, *objects)
-        capture_us = (time.perf_counter() - start) * 1e6
-        on_stage(f"training {steps} steps with Rekindle")
-        captured = _Training(step, *objects, steps=steps)
+        step = prepare(train_step, *objects)
+        seconds = time.perf_counter() - start
+        on_stage(f"training {steps} steps {stage}")
+        found = _Training(step, *objects, steps=steps)
+        found.step, found.prepare_us = step, seconds * 1e6
+        return found
+
+    with torch.random.fork_rng(devices=devices):
+        captured = trained(optimize, "with Rekindle")
+        step: Step = captured.step
         captured.peak_bytes = max(captured.peak_bytes, step.graphs_peak_bytes)
-        found = partial(
-            Comparison,
+        found = Comparison(
             graph=step.graph,
-            capture_us=capture_us,
+            capture_us=captured.prepare_us,
+            plain_samples_us=(),
+            plain_peak_bytes=0,
+            compared={},
+            differences=(),
+            plain_fits=False,
             captured_samples_us=tuple(captured.samples_us),
             captured_peak_bytes=captured.peak_bytes,
             budget_bytes=step.budget_bytes,
@@ -125,38 +141,71 @@ def compare(
             trace=step.trace,
             plain_trace=step.plain_trace,
             plain_profile=step.plain_profile,
+            is_compiled=step.is_compiled and unplanned is not None,
         )
-        del step, objects  # two models at once might not fit
+        del step, captured.step  # two models at once might not fit
         gc.collect()
-
-        on_stage("building the model again")
-        torch.manual_seed(seed)
-        train_step, *objects = make()
-        torch.manual_seed(seed)
-        on_stage(f"training {steps} steps without Rekindle")
-        model, optimizer, _ = objects
+        other: _Training | None = None
         try:
-            plain = _Training(partial(train_step, model, optimizer), *objects, steps=steps)
+            if found.is_compiled:
+                assert unplanned is not None
+                other = trained(unplanned, "with Rekindle, nothing dropped")
+                del other.step
+                gc.collect()
+                found = _compared(found, captured.state, other.state)
+            plain = trained(_plainly, "without Rekindle")
         except torch.OutOfMemoryError:
-            if found.keywords["budget_bytes"] is None:
+            if found.budget_bytes is None:
                 raise
-            return found(
-                plain_samples_us=(),
-                plain_peak_bytes=0,
-                compared={},
-                differences=(),
-                plain_fits=False,
-            )
-    return found(
+            return found
+    found = replace(
+        found,
+        plain_fits=True,
         plain_samples_us=tuple(plain.samples_us),
         plain_peak_bytes=plain.peak_bytes,
-        compared=count_tensors(plain.state),
-        differences=tuple(differences(plain.state, captured.state)),
     )
+    if other is None:
+        return _compared(found, captured.state, plain.state)
+    return replace(found, rounding=_largest_difference(plain.state, other.state))
+
+
+def _plainly(
+    train_step: Callable[..., Any], model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any
+) -> Callable[[Any], Any]:
+    return partial(train_step, model, optimizer)
+
+
+def _compared(found: Comparison, state: State, with_state: State) -> Comparison:
+    return replace(
+        found,
+        compared=count_tensors(with_state),
+        differences=tuple(differences(with_state, state)),
+    )
+
+
+def _largest_difference(a: State, b: State) -> float:
+    """How far results are apart, as a share of them."""
+    pairs = [(a[key].double(), b[key].double()) for key in a if _is_result(key, a[key])]
+    return max(
+        (
+            float((x - y).abs().max() / x.abs().max().clamp_min(1e-30))
+            for x, y in pairs
+            if x.numel()
+        ),
+        default=0.0,
+    )
+
+
+def _is_result(key: str, value: Any) -> bool:
+    is_number = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return is_number and key.startswith("result ")
 
 
 class _Training:
     """A few steps, each timed: what they return and leave. In the last, memory is watched."""
+
+    step: Any  # which is dropped once nothing is asked of it any more
+    prepare_us: float
 
     def __init__(
         self,

@@ -103,13 +103,8 @@ class CudaRecorder:
         try:
             with _quiet(self._device), torch.cuda.stream(self._stream):
                 pool = self._pool_for(steered)
-                # Other threads, a data loader's for one, may go on using CUDA meanwhile.
-                graph.capture_begin(pool=pool.id, capture_error_mode="thread_local")
-                try:
-                    with steered.steering(pool) if steered else nullcontext():
-                        results = run()
-                finally:
-                    graph.capture_end()
+                with pool.capturing(graph), steered.steering(pool) if steered else nullcontext():
+                    results = run()
         except BaseException:
             for generator in (rng.generator_of(str(self._device)), *generators):
                 revive(generator)

@@ -35,9 +35,8 @@ def check_engine(name: str) -> None:
 class EngineMaker:
     """Puts programs on an engine; they stay generated code where graphs cannot be had."""
 
-    def __init__(
-        self, name: str, device: torch.device, progress: Progress = lambda text: None
-    ) -> None:
+    def __init__(self, name: str, device: torch.device, progress: Progress = log.info) -> None:
+        """`progress` is told what is being compiled."""
         self._progress = progress
         self._device = device
         check_engine(name)

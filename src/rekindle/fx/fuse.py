@@ -15,13 +15,14 @@ import math
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx
 from torch._ops import OpOverload
 
 from rekindle.core.grouping import Groups
-from rekindle.fx import halves
+from rekindle.fx import halves, rng
 from rekindle.fx.fusible import is_fusible, is_simple
 from rekindle.fx.inductor import Fusing
 from rekindle.fx.rebuild import Builder, is_view
@@ -31,6 +32,7 @@ from rekindle.fx.tape import Call, OptimizerCall
 aten = torch.ops.aten
 
 _MOST_MEMBERS = 64
+_MOST_AGAIN = 32  # so many calls may be made again for one value
 _SLACK = 1.02  # what is computed again may take so many of its own bytes to read
 
 
@@ -59,10 +61,8 @@ class _Fuse:
         self.views = {c.node for c in self.body if is_view(c, self.tape)}
         self.units = [call for call in self.body if call.node not in self.views]
         self.unit_of = {node: i for i, call in enumerate(self.units) for node in call.results}
-        self.written = {
-            self.tape.metas[node].storage for call in self.units for node in call.writes
-        }
         last = max((i for i, call in enumerate(self.units) if call.in_backward), default=-1)
+        self.kept = self._kept(self.units[: last + 1])
         self.is_fusible = [i <= last and self._fusible(c) for i, c in enumerate(self.units)]
         self.cheap: dict[fx.Node, list[fx.Node]] = {}  # what to compute again, and from what
         self._find_cheap()
@@ -93,6 +93,20 @@ class _Fuse:
         end = is_end.index(True) if True in is_end else len(calls)
         return [call for call in calls[:end] if isinstance(call, Call)], calls[end:]
 
+    def _storages(self, nodes: Iterable[fx.Node]) -> set[int]:
+        return {self.tape.metas[node].storage for node in nodes}
+
+    def _kept(self, units: list[Call]) -> set[int]:
+        """Storages that no group may touch: written to before the backward pass ends, or such that
+        the compiler cannot follow (seen by address, or complex, with marks on views).
+        """
+        looks = (c for c in self.body if c.node.target is aten.as_strided.default)
+        return {
+            *self._storages(node for call in units for node in call.writes),
+            *self._storages(node for call in looks for node in call.node.all_input_nodes),
+            *(meta.storage for meta in self.tape.metas.values() if meta.dtype.is_complex),
+        }
+
     def _root(self, node: fx.Node) -> fx.Node:
         """What a node looks at, through all views."""
         while node in self.maker and self.maker[node].node in self.views:
@@ -107,29 +121,33 @@ class _Fuse:
 
     def _fusible(self, call: Call) -> bool:
         target = call.node.target
-        touched = [*call.node.all_input_nodes, *call.results]
-        storages = {self.tape.metas[node].storage for node in touched}
+        storages = self._storages([*call.node.all_input_nodes, *call.results])
         devices = {self.tape.storages[storage].device for storage in storages}
         if call.is_random or len(devices) != 1 or not call.results:
             return False
         if target is halves.batch_statistics:
             return True
-        if call.writes or storages & self.written:
+        if call.writes or storages & self.kept:
             return False
         return is_fusible(target)
 
     def _find_cheap(self) -> None:
         """What of the forward pass can be had from no more bytes than its own, and from whose."""
+        n_calls: dict[fx.Node, int] = {}
         for index, call in enumerate(self.units):
             is_single = len(call.results) == 1 and is_simple(call.node.target)
             if not (self.is_fusible[index] and is_single) or call.in_backward:
                 continue
+            (result,), inputs = call.results, call.node.all_input_nodes
             leaves: dict[fx.Node, None] = {}
-            for arg in call.node.all_input_nodes:
+            for arg in inputs:
                 leaves.update(dict.fromkeys(self.cheap.get(self._root(arg), [arg])))
             nbytes = sum(self._nbytes(leaf) for leaf in leaves)
-            if nbytes <= _SLACK * self._nbytes(call.results[0]):
-                self.cheap[call.results[0]] = list(leaves)
+            n_calls[result] = 1 + sum(n_calls.get(self._root(arg), 0) for arg in inputs)
+            if nbytes <= _SLACK * self._nbytes(result) and n_calls[result] <= _MOST_AGAIN:
+                self.cheap[result] = list(leaves)
+            else:
+                del n_calls[result]
 
     def _is_computed_again(self, root: fx.Node, reader: Call) -> bool:
         return reader.in_backward and root in self.cheap
@@ -146,18 +164,11 @@ class _Fuse:
 
     def _groups(self) -> Groups:
         """Merge what passes the most bytes first."""
-        needs: list[set[int]] = []
-        last_touch: dict[int, int] = {}
+        needs = self._orders()
         edges: list[tuple[int, int, int]] = []
         for index, call in enumerate(self.units):
             made = {root: self.unit_of[root] for root in self._reads(index) if root in self.unit_of}
-            needs.append(set(made.values()))
-            for node in (*call.node.all_input_nodes, *call.results):
-                storage = self.tape.metas[node].storage
-                if storage in self.written:  # these stay in their order
-                    needs[index].add(last_touch.get(storage, index))
-                    last_touch[storage] = index
-            needs[index].discard(index)
+            needs[index].update(made.values())
             for root, other in made.items():
                 if self._may_merge(other, index) and not self._is_read_anyway(root, call):
                     edges.append((-self._nbytes(root), other, index))
@@ -167,6 +178,26 @@ class _Fuse:
             if sum(sizes) <= _MOST_MEMBERS:
                 groups.merge(first, second)
         return groups
+
+    def _orders(self) -> list[set[int]]:
+        """What each unit has to follow, whatever it reads: writes, and draws of random numbers."""
+        written = self._storages(node for call in self.units for node in call.writes)
+        touched: dict[int, list[int]] = {}  # by storage: who has, from the last write on
+        drawn: list[int] = []
+        needs: list[set[int]] = []
+        for index, call in enumerate(self.units):
+            writes = self._storages(call.writes)
+            reads = self._storages((*call.node.all_input_nodes, *call.results)) & written
+            needs.append({i for s in writes for i in touched.get(s, ())})
+            needs[index].update(touched[s][0] for s in reads if s in touched)
+            for storage in writes:
+                touched[storage] = []
+            for storage in reads | writes:
+                touched.setdefault(storage, []).append(index)
+            if call.is_random or call.node.target in (rng.get_state, rng.set_state):
+                needs[index].update(drawn[-1:])
+                drawn.append(index)
+        return needs
 
     def _may_merge(self, first: int, second: int) -> bool:
         calls = [self.units[first], self.units[second]]
@@ -182,12 +213,12 @@ class _Fuse:
 
         In one kernel with what makes it, all that this needs would be read twice.
         """
-        if call.node.target is not aten.sum.dim_IntList:
+        if call.node.target is not aten.sum.dim_IntList or root not in self.read_by_others:
             return False
-        shape, dims = self.tape.metas[root].shape, call.node.args[1]
-        assert isinstance(dims, (list, tuple))
-        is_over_rows = len(shape) - 1 not in dims and -1 not in dims
-        return is_over_rows and root in self.read_by_others
+        summed, dims = call.node.args[:2]
+        assert isinstance(summed, fx.Node)
+        last = len(self.tape.metas[summed].shape) - 1
+        return isinstance(dims, (list, tuple)) and last not in dims and -1 not in dims
 
     def _read_by_others(self) -> set[fx.Node]:
         """What calls read that are not fused."""
@@ -248,15 +279,18 @@ class _Fuse:
             kwargs = fx.map_arg(call.node.kwargs, value)
             inner[call.node] = graph.create_node("call_function", call.node.target, args, kwargs)
             for result in call.results:
-                take(result, call)
+                made = take(result)
+                if self._has_mixed_types(call):  # where operators and the compiler do not agree
+                    how: dict[str, Any] = {"dtype": self.tape.metas[result].dtype}
+                    made = graph.call_function(aten._to_copy.default, (made,), how)
+                inner[result] = made
 
-        def take(result: fx.Node, call: Call) -> fx.Node:
+        def take(result: fx.Node) -> fx.Node:
             if result not in inner:
                 source, index = result.args
                 assert isinstance(source, fx.Node)
-                inner[result] = graph.create_node(
-                    "call_function", operator.getitem, (take(source, call), index)
-                )
+                args = (take(source), index)
+                inner[result] = graph.create_node("call_function", operator.getitem, args)
             return inner[result]
 
         placeholders: list[fx.Node] = []
@@ -267,6 +301,13 @@ class _Fuse:
         graph.output(made)
         graph.eliminate_dead_code(is_impure_node=_stays)
         return _Inside(graph, inputs, outputs)
+
+    def _has_mixed_types(self, call: Call) -> bool:
+        """Whether an operator that is more than element by element gets long and short numbers."""
+        target, metas = call.node.target, self.tape.metas
+        types = {metas[node].dtype for node in call.node.all_input_nodes}
+        is_mixed = sum(dtype.is_floating_point for dtype in types) > 1
+        return is_mixed and isinstance(target, OpOverload) and not is_simple(target)
 
     def _emit(self, members: list[Call], inside: _Inside) -> None:
         """Make the one call that a group has become."""

@@ -45,7 +45,7 @@ def is_simple(target: Any) -> bool:
 
 def is_fusible(target: Any) -> bool:
     """Whether the compiler can make it one kernel with its neighbours."""
-    if is_simple(target) or target is halves.log_sum_exp:
+    if is_simple(target) or target in (halves.log_sum_exp, halves.normalized_backward):
         return True
     is_reduction = isinstance(target, OpOverload) and torch.Tag.reduction in target.tags
     return is_reduction or target in _OTHERS

@@ -19,9 +19,14 @@ def draw_seeds(count: int, device: str) -> Tensor:
     return torch.randint(limits.min, limits.max, (count, _SEED_WORDS), device=device)
 
 
+def uniform(seed: Tensor, shape: list[int]) -> Tensor:
+    """Numbers from 0 to 1, as compiled code draws them: outside of it, they ignore the seed."""
+    return torch.ops.prims.inductor_random.default(shape, seed, "rand")
+
+
 def draw_mask(seed: Tensor, shape: list[int], p: float) -> Tensor:
     """Which elements are kept if each is dropped with probability `p`: a function of the seed."""
-    return torch.ops.prims.inductor_random.default(shape, seed, "rand") >= p
+    return uniform(seed, shape) >= p
 
 
 def keep_masked(tensor: Tensor, mask: Tensor, scale: float) -> Tensor:
@@ -37,8 +42,7 @@ def batch_statistics(
     eps: float,
 ) -> tuple[Tensor, Tensor]:
     """Mean and inverse deviation of a batch, channel by channel; the running ones follow them."""
-    dims = [0, *range(2, tensor.dim())]
-    var, mean = torch.var_mean(tensor.float(), dims, correction=0)
+    var, mean = torch.var_mean(_wide(tensor), _all_but_channels(tensor), correction=0)
     if running_mean is not None:
         running_mean.copy_(momentum * mean + (1 - momentum) * running_mean)
     if running_var is not None:
@@ -57,16 +61,42 @@ def normalized(
 ) -> Tensor:
     """What batch norm returns, from statistics that are known."""
     shape = [1, -1] + [1] * (tensor.dim() - 2)
-    scale = inverse_deviation if weight is None else inverse_deviation * weight.float()
-    result = (tensor.float() - mean.view(shape)) * scale.view(shape)
+    scale = inverse_deviation if weight is None else inverse_deviation * _wide(weight)
+    result = (_wide(tensor) - mean.view(shape)) * scale.view(shape)
     if bias is not None:
-        result = result + bias.float().view(shape)
+        result = result + _wide(bias).view(shape)
     return result.to(tensor.dtype)
+
+
+def normalized_backward(
+    grad: Tensor,
+    tensor: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    inverse_deviation: Tensor,
+    wanted: list[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of a batch norm's input, weight and bias."""
+    shape = [1, -1] + [1] * (tensor.dim() - 2)
+    dims = _all_but_channels(tensor)
+    wide, centered = _wide(grad), _wide(tensor) - mean.view(shape)
+    total, product = wide.sum(dims), (wide * centered).sum(dims)
+    share = tensor.shape[1] / tensor.numel()
+    slope = product * share * inverse_deviation * inverse_deviation
+    scale = inverse_deviation if weight is None else inverse_deviation * _wide(weight)
+    inner = wide - centered * slope.view(shape) - (total * share).view(shape)
+    of_weight = product * inverse_deviation
+    kind = tensor.dtype if weight is None else weight.dtype
+    return (
+        (inner * scale.view(shape)).to(tensor.dtype) if wanted[0] else None,
+        of_weight.to(kind) if wanted[1] else None,
+        total.to(kind) if wanted[2] else None,
+    )
 
 
 def log_sum_exp(tensor: Tensor, dim: int) -> Tensor:
     """What log-softmax subtracts."""
-    wide = tensor.float() if tensor.dtype.itemsize < 4 else tensor
+    wide = _wide(tensor)
     largest = wide.amax(dim, keepdim=True)
     return largest + (wide - largest).exp().sum(dim, keepdim=True).log()
 
@@ -80,3 +110,12 @@ def in_order(tensor: Tensor, stride: list[int]) -> Tensor:
     """The same tensor, in memory in this order."""
     made = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
     return made.copy_(tensor)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """A tensor in no less than single precision."""
+    return tensor.float() if tensor.dtype.itemsize < 4 else tensor
+
+
+def _all_but_channels(tensor: Tensor) -> list[int]:
+    return [0, *range(2, tensor.dim())]

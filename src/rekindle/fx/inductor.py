@@ -65,6 +65,15 @@ class Fused:
                 inputs = [_empty(form) for form in self._forms]
                 graph = make_fx(self.on_fakes, decomposition_table=select_decomp_table())(*inputs)
             self._code = compile_fx_inner(graph, inputs)
+        if any(device.type == "cuda" for *_, device in self._forms):
+            self._try_out()
+
+    def _try_out(self) -> None:
+        """Call it once: on a GPU, kernels are tuned when they first run, which takes memory."""
+        try:
+            self(*(_empty(form).zero_() for form in self._forms))
+        except torch.OutOfMemoryError:
+            log.debug("%s is tuned in the first step: there is no room now", self.__name__)
 
 
 _compiled: dict[str, Fused] = {}  # in this process, by the text of the group

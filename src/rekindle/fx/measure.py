@@ -121,9 +121,10 @@ class _Session:
         recording, n_ops = self.recording, len(self.graph.ops)
         with interpret.preserved(recording, batch):
             tensors = batch or [interpret.make_up(recording, n) for n in recording.batch_nodes]
+            entering = interpret.inputs(recording, tensors)  # once: to make some up takes time
 
             def run(around: Around) -> None:
-                interpret.run(recording, interpret.inputs(recording, tensors), around)
+                interpret.run(recording, dict(entering), around)
 
             self.progress("warming up")
             run(plainly)

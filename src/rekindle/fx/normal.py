@@ -15,7 +15,8 @@ Numbers are those of the recorded step but for rounding, and for which elements 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections import Counter
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import torch
@@ -23,10 +24,11 @@ from torch import fx
 from torch._ops import OpOverload
 
 from rekindle.fx import halves, ops
-from rekindle.fx.fusible import is_fusible
+from rekindle.fx.fusible import is_fusible, is_simple
 from rekindle.fx.rebuild import Builder, is_view
 from rekindle.fx.recording import Recording
-from rekindle.fx.tape import Call, Meta, OptimizerCall
+from rekindle.fx.strides import contiguous_stride, in_memory, is_dense
+from rekindle.fx.tape import Call, OptimizerCall
 
 aten = torch.ops.aten
 
@@ -56,36 +58,65 @@ class _Normal:
         self.old = recording.tape
         self.lead = self.build.lead
         self.computed: dict[Hashable, Call] = {}  # by what is computed
+        self.padded: dict[tuple[fx.Node, int, int], fx.Node] = {}
+        self.outdated: set[fx.Node] = set()  # new nodes from before the optimizer's last call
+        self.replaced: set[fx.Node] = set()  # recorded nodes that were written to, and are not
         calls = [call for call in self.old.calls if not call.in_optimizer]
         self.calls = calls
-        self.written = {self.old.metas[node].storage for call in calls for node in call.writes}
-        recording_ends = [g for call in self.old.optimizer_calls for g in call.grads]
-        self.ends = {*recording.outputs, *recording_ends}
+        self.last_backward = max((c.serial for c in calls if c.in_backward), default=0)
+        self.ends = {*recording.outputs, *(g for c in self.old.optimizer_calls for g in c.grads)}
         self.last_use = self._last_uses()
-        self.maker = {node: call for call in calls for node in call.results}
-        self.padded: dict[tuple[fx.Node, int, int], fx.Node] = {}
-        self.made_at = {node: call.serial for call in calls for node in call.results}
-        self.entered = {self.old.metas[entry.node].storage for entry in self.old.entries}
-        self._n_masks = 0
+        self.maker = {node: call for call in self.old.calls for node in call.results}
+        self.entered = self._storages(entry.node for entry in self.old.entries)
+        self.has_fixed_draws = not all(isinstance(c.node.target, OpOverload) for c in calls)
+        self.pinned = self._pinned()
+        self.own = self.pinned | self._storages(self.ends)  # never one for two
+        entries = (entry.node for entry in self.old.entries)
+        pinned = (node for node in entries if self.old.metas[node].storage in self.pinned)
+        # the new storages of what is pinned
+        self.in_place = {self.build.meta(self.lead[node]).storage for node in pinned}
         self.seeds = self._draw_seeds()
+        self._n_masks: Counter[torch.device] = Counter()
 
     def run(self) -> Recording:
         for call in self.build.calls():
             if isinstance(call, OptimizerCall):
                 self.build.keep_optimizer(call)
+                self.computed, self.padded = {}, {}
+                self.outdated = set(self.build.tape.metas)
             elif call.in_optimizer:
                 self.build.keep(call)
             else:
                 self._rewrite(call)
                 for result in self.ends.intersection((*call.results, *call.writes)):
-                    self._as_recorded(result, call)
+                    self._exactly_as_recorded(result, call)
+                self._pin(call.results, call)
         return self.build.finish()
+
+    def _storages(self, nodes: Iterable[fx.Node]) -> set[int]:
+        return {self.old.metas[node].storage for node in nodes}
+
+    def _pinned(self) -> set[int]:
+        """Storages that stay as they are: written over for good, or looked at by address."""
+        by_address = (c for c in self.calls if c.node.target is aten.as_strided.default)
+        found = self._storages(n for call in by_address for n in call.node.all_input_nodes)
+        writing = [call for call in self.calls if call.writes]
+        kept = (c for c in writing if not self._is_replaceable(c) and not self._is_coin(c))
+        return found | self._storages(node for call in kept for node in call.writes)
+
+    def _pin(self, nodes: Iterable[fx.Node], like: Call) -> None:
+        """Have what is pinned as it was recorded from the start: views see what is written."""
+        for node in nodes:
+            if self.old.metas[node].storage in self.pinned:
+                self._as_recorded(node, like)
+                self.in_place.add(self.build.meta(self.lead[node]).storage)
 
     def _rewrite(self, call: Call) -> None:
         target = call.node.target
-        if target is aten.native_dropout.default and call.is_random:
+        is_pinned = not self.pinned.isdisjoint(self._storages(call.writes))
+        if self._is_dropout(call):
             self._dropout(call)
-        elif self._is_coin(call):
+        elif self._is_coin(call) and not is_pinned:
             self._toss_coins(call)
         elif target is aten.native_batch_norm.default and call.node.args[5]:
             self._batch_norm(call)
@@ -97,7 +128,7 @@ class _Normal:
             self._convolution(call)
         elif target in _PRODUCTS and self._is_misaligned(call):
             self._product(call)
-        elif self._is_replaceable(call):
+        elif self._is_replaceable(call) and not is_pinned:
             self._out_of_place(call)
         elif call.writes or call.is_random or not isinstance(target, OpOverload):
             self._keep(call)
@@ -106,20 +137,26 @@ class _Normal:
 
     def _keep(self, call: Call) -> None:
         """Make a call as it was, on tensors of the forms it knows."""
-        target = call.node.target
-        if is_view(call, self.old) and self._can_look(call):
-            self.build.keep(call)
-            return
-        if target not in _ANY_ORDER and not is_fusible(target):
+        can_look = is_view(call, self.old) and self._can_look(call)
+        if not can_look and not self._takes_any_order(call):
             for arg in call.node.all_input_nodes:
                 self._as_recorded(arg, call)
         self.build.keep(call)
+
+    def _takes_any_order(self, call: Call) -> bool:
+        """Whether a call does the same however its tensors lie: if not by itself, then compiled."""
+        target = call.node.target
+        if target in _ANY_ORDER or is_simple(target):
+            return True
+        touched = self._storages([*call.node.all_input_nodes, *call.results])
+        is_compiled = call.serial <= self.last_backward and touched.isdisjoint(self.pinned)
+        return is_compiled and is_fusible(target)
 
     def _can_look(self, call: Call) -> bool:
         """Whether a view can be had of what takes its argument's place, however that lies."""
         try:
             return self.build.is_view_of(call)
-        except RuntimeError:  # "view size is not compatible with input tensor's size and stride"
+        except (RuntimeError, ValueError):  # "Cannot view a tensor with shape ... and strides ..."
             return False
 
     def _compute_once(self, call: Call) -> None:
@@ -135,10 +172,11 @@ class _Normal:
     def _key(self, call: Call) -> Hashable:
         """What a call computes; None if that may change, or cannot be told."""
         inputs = call.node.all_input_nodes
-        if not inputs or any(self.old.metas[node].storage in self.written for node in inputs):
+        changes = not self.pinned.isdisjoint(self._storages(inputs))
+        if not inputs or changes or not self.own.isdisjoint(self._storages(call.results)):
             return None
         args = fx.map_arg((call.node.args, dict(call.node.kwargs)), self.lead.__getitem__)
-        return call.node.target, call.in_backward, repr(args)
+        return call.node.target, call.in_backward, call.grad_enabled, repr(args)
 
     def _is_replaceable(self, call: Call) -> bool:
         """Whether an in-place call may make a new tensor instead."""
@@ -159,7 +197,7 @@ class _Normal:
         (written,) = call.writes
         storage = self.old.metas[written].storage
         return storage not in self.entered and not any(
-            other is not written and last > call.serial and self.made_at.get(other, 0) < call.serial
+            other is not written and last > call.serial and self.maker[other].serial < call.serial
             for other, last in self.last_use.get(storage, {}).items()
         )
 
@@ -174,6 +212,7 @@ class _Normal:
             how = {"dtype": was.dtype}
             (result,) = self._emit(aten._to_copy.default, (result,), call, how).results
         self.lead[written] = result
+        self.replaced.add(written)
 
     def _emit(
         self, target: Any, args: tuple[Any, ...], like: Call, kwargs: dict[str, Any] | None = None
@@ -181,50 +220,57 @@ class _Normal:
         """Add a call without side effects."""
         return self.build.emit(target, args, kwargs or {}, like, writes=(), is_random=False)
 
-    def _draw_seeds(self) -> fx.Node | None:
-        drawn = [
-            call
-            for call in self.calls
-            if self._is_coin(call)
-            or (call.node.target is aten.native_dropout.default and call.is_random)
-        ]
-        if not drawn:
-            return None
-        made = [*drawn[0].results, *drawn[0].writes][0]
-        device = self.old.storages[self.old.metas[made].storage].device
-        args = (len(drawn), str(device))
-        seeds = self.build.emit(halves.draw_seeds, args, {}, drawn[0], writes=(), is_random=True)
-        return seeds.results[0]
+    def _draw_seeds(self) -> dict[torch.device, fx.Node]:
+        """The seeds of all masks, for each device."""
+        found: dict[torch.device, list[Call]] = {}
+        for call in self.calls:
+            if self._is_dropout(call) or self._is_coin(call):
+                made = [*call.results, *call.writes][0]
+                device = self.old.storages[self.old.metas[made].storage].device
+                found.setdefault(device, []).append(call)
+        seeds: dict[torch.device, fx.Node] = {}
+        for device, calls in found.items():
+            args = (len(calls), str(device))
+            call = self.build.emit(halves.draw_seeds, args, {}, calls[0], writes=(), is_random=True)
+            seeds[device] = call.results[0]
+        return seeds
+
+    def _is_dropout(self, call: Call) -> bool:
+        is_dropout = call.node.target is aten.native_dropout.default and call.is_random
+        return is_dropout and not self.has_fixed_draws
 
     def _dropout(self, call: Call) -> None:
         node, p, _ = call.node.args
         assert isinstance(node, fx.Node)
         assert isinstance(p, float)
         tensor = self.lead[node]
-        mask = self._mask(list(self.build.meta(tensor).shape), p, call)
+        mask = self._mask(tensor, p, call)
         scale = 0.0 if p == 1 else 1 / (1 - p)
         (result,) = self._emit(halves.keep_masked, (tensor, mask, scale), call).results
         for recorded in call.results:
             self.lead[recorded] = result if recorded.args[1] == 0 else mask
 
-    def _mask(self, shape: list[int], p: float, call: Call) -> fx.Node:
-        (row,) = self._emit(aten.select.int, (self.seeds, 0, self._n_masks), call).results
+    def _mask(self, of: fx.Node, p: float, call: Call) -> fx.Node:
+        device = self.build.device(of)
+        seeds = self.seeds[device], 0, self._n_masks[device]
+        (row,) = self._emit(aten.select.int, seeds, call).results
         (seed,) = self._emit(aten.select.int, (row, 0, 0), call).results
-        self._n_masks += 1
-        return self._emit(halves.draw_mask, (seed, shape, p), call).results[0]
+        self._n_masks[device] += 1
+        args = (seed, list(self.build.meta(of).shape), p)
+        return self._emit(halves.draw_mask, args, call).results[0]
 
     def _is_coin(self, call: Call) -> bool:
         """Whether a call fills a new tensor with ones and zeros, as dropout does on a CPU."""
         is_coin = call.node.target is aten.bernoulli_.float and not call.node.kwargs
-        return is_coin and self._is_unseen(call)
+        return is_coin and not self.has_fixed_draws and self._is_unseen(call)
 
     def _toss_coins(self, call: Call) -> None:
         (written,), p = call.writes, call.node.args[1]
         assert isinstance(p, float)
-        meta = self.build.meta(self.lead[written])
-        mask = self._mask(list(meta.shape), 1 - p, call)
-        how = {"dtype": meta.dtype}
+        mask = self._mask(self.lead[written], 1 - p, call)
+        how = {"dtype": self.old.metas[written].dtype}
         self.lead[written] = self._emit(aten._to_copy.default, (mask,), call, how).results[0]
+        self.replaced.add(written)
 
     def _batch_norm(self, call: Call) -> None:
         leads = [self.lead[a] if isinstance(a, fx.Node) else a for a in call.node.args]
@@ -247,9 +293,10 @@ class _Normal:
 
     def _batch_norm_backward(self, call: Call) -> None:
         """It does not read running statistics in training."""
-        args = list(fx.map_arg(call.node.args, self.lead.__getitem__))
-        args[3:5] = [None, None]
-        self.build.follow(call, self._emit(call.node.target, tuple(args), call))
+        args = fx.map_arg(call.node.args, self.lead.__getitem__)
+        grad, tensor, weight, _, _, mean, deviation, _, _, wanted = args
+        args = (grad, tensor, weight, mean, deviation, wanted)
+        self.build.follow(call, self._emit(halves.normalized_backward, args, call))
 
     def _log_softmax(self, call: Call) -> None:
         node, dim, _ = call.node.args
@@ -274,21 +321,31 @@ class _Normal:
         """A tensor with its channels last, as it is or as it is made so."""
         if self.build.fake(node).is_contiguous(memory_format=torch.channels_last):
             return node
-        how = {"memory_format": torch.channels_last}
-        if node.target is aten._to_copy.default:  # of a weight: cast it to that order at once
-            return self._once(node.target, node.args, {**node.kwargs, **how}, like)
-        return self._once(aten.clone.default, (node,), how, like)
+        return self._laid_out(node, torch.channels_last, like)
+
+    def _laid_out(self, node: fx.Node, order: torch.memory_format, like: Call) -> fx.Node:
+        """A copy in another order. What was cast (a weight) is cast to that order at once."""
+        is_cast = node.target is aten._to_copy.default and node not in self.outdated
+        if is_cast and not self._is_in_place(node.args):
+            kwargs = {**node.kwargs, "memory_format": order}
+            return self._once(aten._to_copy.default, node.args, kwargs, like)
+        return self._once(aten.clone.default, (node,), {"memory_format": order}, like)
+
+    def _is_in_place(self, args: Iterable[Any]) -> bool:
+        """Whether one of these new nodes may be written to."""
+        nodes = (arg for arg in args if isinstance(arg, fx.Node))
+        return any(self.build.meta(node).storage in self.in_place for node in nodes)
 
     def _is_misaligned(self, call: Call) -> bool:
         """Whether a large product of short numbers has a side that slows it down."""
-        a, b = (self.old.metas[node] for node in call.node.all_input_nodes[-2:])
+        *bias, a, b = (self.old.metas[node] for node in _tensors(call))
         return (
             self.for_gpu
             and a.dtype.itemsize == 2
             and 2 * math.prod((*a.shape, b.shape[1])) >= _WORTH_FLOPS
             and any(self._missing(call))
             and not call.node.kwargs
-            and len(call.node.args) == len(call.node.all_input_nodes)
+            and all(each.shape == b.shape[1:] for each in bias)
         )
 
     def _missing(self, call: Call) -> tuple[int, int, int]:
@@ -297,14 +354,14 @@ class _Normal:
         The sides along which tensors lie in memory matter: the first tensor's, the second's and
         the result's, which lies along its rows.
         """
-        a, b = (self.old.metas[node] for node in call.node.all_input_nodes[-2:])
+        a, b = (self.old.metas[node] for node in _tensors(call)[-2:])
         rows, inner, columns = (-side % _ALIGNED for side in (*a.shape, b.shape[1]))
         is_inner = a.stride[1] == 1 or b.stride[0] == 1
         return (0 if a.stride[1] == 1 else rows), (inner if is_inner else 0), columns
 
     def _product(self, call: Call) -> None:
         """A product of tensors with zeros added to their sides; a part of it is the result."""
-        *bias, a, b = call.node.all_input_nodes
+        *bias, a, b = _tensors(call)
         rows, inner, columns = self._missing(call)
         pad = aten.constant_pad_nd.default
         args = [self._once(pad, (self.lead[each], [0, columns]), {}, call) for each in bias]
@@ -323,7 +380,9 @@ class _Normal:
     def _padded(self, node: fx.Node, rows: int, columns: int, like: Call) -> fx.Node:
         """A matrix with rows and columns of zeros added, which others look at from then on, too."""
         call = self.maker.get(node)
-        if call is not None and call.node.target is aten.t.default:
+        is_turned = call is not None and call.node.target is aten.t.default
+        if is_turned and node not in self.replaced:
+            assert call is not None
             (base,) = call.node.all_input_nodes
             turned = self._padded(base, columns, rows, like)
             return self._once(aten.t.default, (turned,), {}, like)
@@ -333,13 +392,19 @@ class _Normal:
         if (lead, rows, columns) not in self.padded:
             missing = [0, columns, 0, rows]
             whole = self._once(aten.constant_pad_nd.default, (lead, missing), {}, like)
-            (height, width), *_ = self.build.meta(lead)
-            self.lead[node] = self._corner(whole, (height, width), like)
-            for known in (lead, self.lead[node]):
-                self.padded[known, rows, columns] = whole
+            if self._is_in_place([lead]):
+                return whole
+            self.padded[lead, rows, columns] = whole
+            if self.old.metas[node].storage not in self.entered | self.own:
+                (height, width), *_ = self.build.meta(lead)
+                self.lead[node] = self._corner(whole, (height, width), like)
+                self.padded[self.lead[node], rows, columns] = whole
         return self.padded[lead, rows, columns]
 
     def _once(self, target: Any, args: Any, kwargs: Any, like: Call) -> fx.Node:
+        """What a call without side effects returns, made once unless it may have changed."""
+        if self._is_in_place(args):
+            return self._emit(target, args, like, kwargs).results[0]
         key = (target, repr(args), repr(kwargs))
         if key not in self.computed:
             self.computed[key] = self._emit(target, args, like, kwargs)
@@ -349,15 +414,27 @@ class _Normal:
         """Have a tensor in memory in the order in which it was recorded."""
         lead = self.lead[node]
         meta, now = self.old.metas[node], self.build.meta(lead)
-        if _order(meta) == _order(now):
+        contiguous = meta._replace(stride=contiguous_stride(meta.shape))
+        wanted = meta if is_dense(meta) else contiguous
+        if in_memory(now) in (in_memory(meta), in_memory(wanted)):
             return
-        how = {"memory_format": torch.contiguous_format}
-        if _order(meta) != _order(meta._replace(stride=_contiguous(meta.shape))):
-            self.lead[node] = self._once(halves.in_order, (lead, list(meta.stride)), {}, like)
-        elif lead.target is aten._to_copy.default:
-            self.lead[node] = self._once(lead.target, lead.args, {**lead.kwargs, **how}, like)
+        if in_memory(wanted) == in_memory(contiguous):
+            self.lead[node] = self._laid_out(lead, torch.contiguous_format, like)
         else:
-            self.lead[node] = self._once(aten.clone.default, (lead,), how, like)
+            self.lead[node] = self._once(halves.in_order, (lead, list(meta.stride)), {}, like)
+
+    def _exactly_as_recorded(self, node: fx.Node, like: Call) -> None:
+        """The same for what others get to see: optimizers compare strides that do not matter."""
+        self._as_recorded(node, like)
+        lead, meta = self.lead[node], self.old.metas[node]
+        if self.build.meta(lead).stride == meta.stride or not is_dense(meta):
+            return
+        if meta.stride == contiguous_stride(meta.shape):
+            for shape in ([size for size in meta.shape if size != 1], list(meta.shape)):
+                (lead,) = self._emit(aten.view.default, (lead, shape), like).results
+            self.lead[node] = lead
+        else:
+            self.lead[node] = self._once(halves.in_order, (lead, list(meta.stride)), {}, like)
 
     def _last_uses(self) -> dict[int, dict[fx.Node, int]]:
         """For each storage, when each of the nodes on it is last read."""
@@ -370,14 +447,6 @@ class _Normal:
         return found
 
 
-def _order(meta: Meta) -> list[int]:
-    """How a tensor lies in memory: a dimension of one element makes no difference."""
-    return [step for size, step in zip(meta.shape, meta.stride, strict=True) if size != 1]
-
-
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
+def _tensors(call: Call) -> list[fx.Node]:
+    """A matrix product's arguments; a tensor may be there twice."""
+    return [node for node in call.node.args if isinstance(node, fx.Node)]

@@ -201,6 +201,7 @@ class CapturedStep:
         arranger: Arranger | None = None,
         engine: str = "python",
         improves: bool = False,
+        progress: Callable[[str], None] | None = None,
     ) -> None:
         """Without an `arranger` the step runs as it was captured, unless it `improves` it."""
         _check_types(train_step, model, optimizer)
@@ -208,7 +209,7 @@ class CapturedStep:
         self._improves = improves
         self._train_step = train_step
         self._model = model
-        self._engines = EngineMaker(engine, self.device)
+        self._engines = EngineMaker(engine, self.device, progress or log.info)
         self._optimizer = optimizer
         self.is_forecast = as_on_gpu
         self._variants: OrderedDict[Hashable, list[Variant]] = OrderedDict()

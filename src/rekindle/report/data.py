@@ -27,7 +27,9 @@ def graph_data(graph: StepGraph) -> dict[str, Any]:
 def comparison_data(comparison: Comparison) -> dict[str, Any]:
     """A plain and a captured training, and the graph; None for what could not be compared."""
     return {
-        "equal": comparison.equal if comparison.plain_fits else None,
+        "equal": comparison.equal if comparison.compared else None,
+        "is_compiled": comparison.is_compiled,
+        "rounding": comparison.rounding,
         "budget_bytes": comparison.budget_bytes,
         "is_within_budget": comparison.is_within_budget,
         "differences": list(comparison.differences),

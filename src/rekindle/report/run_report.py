@@ -19,6 +19,7 @@ from rekindle.report.words import percent
 from rekindle.units import format_bytes, format_us
 
 _ROOM_FOR_SHARES = 52  # columns
+_DRAWS_MASKS = "rekindle.draw_seeds"
 
 
 def run_summary(title: str, comparison: Comparison, summary: PlanSummary) -> RenderableType:
@@ -90,6 +91,13 @@ def _measured_table(comparison: Comparison, summary: PlanSummary, width: int) ->
 def _findings(comparison: Comparison, summary: PlanSummary) -> Table:
     grid = Table.grid(padding=(0, 2))
     grid.add_row(*verdict(comparison))
+    if comparison.rounding is not None:
+        share = f"{comparison.rounding:.1e}" if comparison.rounding else "not at all"
+        masks = any(op.target == _DRAWS_MASKS for op in comparison.graph.ops)
+        why = "; its dropout draws other masks" if masks else ""
+        grid.add_row(
+            "rounding", f"compiled, results are off the plain ones by {share} of them{why}"
+        )
     grid.add_row(*budget_verdict(comparison))
     grid.add_row("plan", _plan_in_short(summary))
     grid.add_row("setup", f"{format_us(comparison.capture_us)}, once, before the first step")

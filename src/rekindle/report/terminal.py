@@ -205,11 +205,12 @@ def _findings(comparison: Comparison) -> Table:
 def verdict(comparison: Comparison) -> tuple[Text, Text]:
     """Whether two trainings are the same: a word, and what was compared or what differs."""
     steps = "1 step" if comparison.steps == 1 else f"{comparison.steps} steps"
-    if not comparison.plain_fits:
+    if not comparison.compared:
         words = "the plain step does not fit into this device's memory"
         return Text("not compared", style="bold yellow"), Text(words)
     if comparison.equal:
-        counts = f"after {steps}, bit for bit: {_counts(comparison)}"
+        to_what = " to the compiled step that drops nothing" if comparison.is_compiled else ""
+        counts = f"after {steps}, bit for bit{to_what}: {_counts(comparison)}"
         return Text("equal", style="bold green"), Text(counts)
     differing = f"after {steps}: {_names(comparison.differences)}"
     return Text("different", style="bold red"), Text(differing)  # names may hold brackets
