@@ -123,6 +123,7 @@ def test_results_that_differ_are_named_by_step() -> None:
             graph = captured.graph
             profile = plan = budget_bytes = trace = plain_trace = plain_profile = None
             graphs_peak_bytes = 0
+            is_compiled = False
 
             def __call__(self, batch: Any) -> Any:
                 return captured(batch) + 1

@@ -45,7 +45,8 @@ SIGNATURES = {
     "capture": f"({_STEP}, *, as_on_gpu: bool = False) -> CapturedStep",
     "optimize": (
         f"({_STEP}, *, budget: int | str | None = None, planner: str = auto, "
-        "profile: Profile | None = None, plan: Plan | None = None, engine: str = auto) -> TrainStep"
+        "profile: Profile | None = None, plan: Plan | None = None, engine: str = auto, "
+        "progress: Callable[[str], None] | None = None) -> TrainStep"
     ),
     "verify": (
         f"({_STEP}, *, budget: int | str, planner: str = auto, steps: int = 3, "

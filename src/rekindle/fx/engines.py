@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,10 +16,10 @@ from rekindle.core.schedule import Plan
 from rekindle.errors import RekindleError
 from rekindle.fx.cudagraph import CudaRecorder, Graphed, Recorder
 from rekindle.fx.execute import Program
-from rekindle.fx.fuse import fused
-from rekindle.fx.inductor import Fusing, Progress
-from rekindle.fx.normal import normalized
 from rekindle.fx.recording import Recording
+
+if TYPE_CHECKING:
+    from rekindle.fx.inductor import Fusing
 
 log = logging.getLogger("rekindle")
 
@@ -35,13 +37,19 @@ def check_engine(name: str) -> None:
 class EngineMaker:
     """Puts programs on an engine; they stay generated code where graphs cannot be had."""
 
-    def __init__(self, name: str, device: torch.device, progress: Progress = log.info) -> None:
+    def __init__(
+        self, name: str, device: torch.device, progress: Callable[[str], None] = log.info
+    ) -> None:
         """`progress` is told what is being compiled."""
         self._progress = progress
         self._device = device
         check_engine(name)
         self._recorder: Recorder | None = None
-        self._fusing = Fusing() if name == "inductor" else None
+        self._fusing: Fusing | None = None
+        if name == "inductor":
+            from rekindle.fx.inductor import Fusing  # not for others: torch's compiler takes time
+
+            self._fusing = Fusing()
         if name != "python" and device.type == "cuda":
             self._recorder = CudaRecorder(device)
         elif name == "cudagraph":
@@ -74,6 +82,9 @@ class EngineMaker:
         """
         if self._fusing is None:
             return recording
+        from rekindle.fx.fuse import fused
+        from rekindle.fx.normal import normalized
+
         normal = normalized(recording, for_gpu=self._device.type == "cuda")
         compiled = fused(normal, self._fusing)
         try:
