@@ -18,6 +18,7 @@ NAMES = [
     "InfeasibleBudget",
     "InvalidLayout",
     "InvalidSchedule",
+    "LargestBatch",
     "Layout",
     "ModelError",
     "Plan",
@@ -30,6 +31,7 @@ NAMES = [
     "capture",
     "layout",
     "load_plan",
+    "max_batch",
     "optimize",
     "plan",
     "profile",
@@ -42,6 +44,12 @@ _STEP = (
     "train_step: Callable[..., Any], model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any"
 )
 SIGNATURES = {
+    "max_batch": (
+        "(train_step: Callable[..., Any], model: nn.Module, optimizer: torch.optim.Optimizer, "
+        "make_batch: Callable[[int], Any], *, budget: int | str, device: str | None = None, "
+        "planner: str = auto, at_least: float | None = None, "
+        "progress: Callable[[str], None] | None = None) -> LargestBatch"
+    ),
     "capture": f"({_STEP}, *, as_on_gpu: bool = False) -> CapturedStep",
     "optimize": (
         f"({_STEP}, *, budget: int | str | None = None, planner: str = auto, "

@@ -2,6 +2,7 @@
 
 from rekindle.api import capture, layout, optimize, plan, profile, simulate, verify
 from rekindle.core.devices import Device, add_device
+from rekindle.core.fit import LargestBatch
 from rekindle.core.layout import Layout
 from rekindle.core.schedule import Plan
 from rekindle.core.serial import load_plan, save_plan
@@ -16,6 +17,7 @@ from rekindle.errors import (
     RekindleError,
     RewriteError,
 )
+from rekindle.fit import max_batch
 from rekindle.fx.step import CapturedStep
 from rekindle.train import TrainStep
 
@@ -28,6 +30,7 @@ __all__ = [
     "InfeasibleBudget",
     "InvalidLayout",
     "InvalidSchedule",
+    "LargestBatch",
     "Layout",
     "ModelError",
     "Plan",
@@ -40,6 +43,7 @@ __all__ = [
     "capture",
     "layout",
     "load_plan",
+    "max_batch",
     "optimize",
     "plan",
     "profile",

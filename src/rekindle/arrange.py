@@ -22,6 +22,7 @@ from rekindle.fx.forms import improved, with_early_updates
 from rekindle.fx.meters import clear_workspaces
 from rekindle.fx.recording import Recording
 from rekindle.fx.step import Arrangement
+from rekindle.plan import Planner
 from rekindle.plan.named import find_planner
 from rekindle.units import format_bytes, parse_budget
 
@@ -73,7 +74,7 @@ def _bytes_beside(recording: Recording, batch: list[torch.Tensor], device: torch
     return max(0, torch.cuda.memory_allocated(device) - resident)
 
 
-class _Captured(NamedTuple):
+class Captured(NamedTuple):
     """A captured step that is to be planned: what it costs, and what it and its engine may take."""
 
     graph: StepGraph
@@ -122,11 +123,11 @@ class Arranger:
             if device.type == "cuda":
                 torch.cuda.empty_cache()  # measuring needs more memory than the step will
         budget_bytes = parse_budget(self._budget, simulate(graph, profile).peak_bytes)
-        captured = _Captured(graph, profile, budget_bytes, engines.extra_bytes(batch))
+        captured = Captured(graph, profile, budget_bytes, engines.extra_bytes(batch))
         form = improved(recording, graph)
         early = with_early_updates(recording, form)
         try:
-            at_end = self._within(form, captured)
+            at_end = plan_within(self._make, form, captured)
         except InfeasibleBudget as error:
             others = [graph] if early is None else [early, graph]
             if engines.has_graphs:  # which early updates would cost
@@ -135,7 +136,7 @@ class Arranger:
         if early is None or engines.has_graphs or not _holds_gradients(at_end):
             return at_end
         try:
-            return min(at_end, self._within(early, captured), key=_added_us)
+            return min(at_end, plan_within(self._make, early, captured), key=_added_us)
         except InfeasibleBudget:  # not every planner finds a plan wherever there is one
             return at_end
 
@@ -157,39 +158,43 @@ class Arranger:
         return before._replace(plan=plan, profile=profile)
 
     def _first_within(
-        self, forms: list[StepGraph], captured: _Captured, error: InfeasibleBudget
+        self, forms: list[StepGraph], captured: Captured, error: InfeasibleBudget
     ) -> Arrangement:
         """A plan of the first form of a step that has one; else the error that came closest."""
         for form in forms:
             try:
-                return self._within(form, captured)
+                return plan_within(self._make, form, captured)
             except InfeasibleBudget as other:
                 error = min(error, other, key=lambda each: each.least_peak_bytes)
         raise error
 
-    def _within(self, running: StepGraph, captured: _Captured) -> Arrangement:
-        """A plan that leaves a margin below the budget, unless only the whole budget will do."""
-        profile, budget_bytes = captured.profile, captured.budget_bytes
-        costs = carry_over(profile, captured.graph, running)
-        costs = replace(costs, overhead_bytes=costs.overhead_bytes + captured.extra_bytes)
-        margin = int(budget_bytes * _MARGINS.get(profile.allocator, 0.0))
-        try:
-            plan = self._make(running, costs, budget_bytes - margin)
-        except PlanError as error:
-            least = getattr(error, "least_peak_bytes", 0)
-            if least > budget_bytes:
-                raise InfeasibleBudget(budget_bytes=budget_bytes, least_peak_bytes=least) from None
-            plan = self._make(running, costs, budget_bytes)
-        plan.check(running)
-        n_updates = sum(op.target == UPDATE_TARGET for op in running.ops)
-        log.info(
-            "planned for %s: a peak of %s, %.1f ms of recomputation%s",
-            format_bytes(budget_bytes),
-            format_bytes(plan.peak_bytes),
-            plan.recompute_us / 1e3,
-            f", updates as gradients come, in {n_updates} calls" if n_updates else "",
-        )
-        return Arrangement(plan, running, costs, profile, budget_bytes)
+
+def plan_within(make: Planner, running: StepGraph, captured: Captured) -> Arrangement:
+    """A plan that leaves a margin below the budget, unless only the whole budget will do.
+
+    `running` is the form of the captured step that is planned.
+    """
+    profile, budget_bytes = captured.profile, captured.budget_bytes
+    costs = carry_over(profile, captured.graph, running)
+    costs = replace(costs, overhead_bytes=costs.overhead_bytes + captured.extra_bytes)
+    margin = int(budget_bytes * _MARGINS.get(profile.allocator, 0.0))
+    try:
+        plan = make(running, costs, budget_bytes - margin)
+    except PlanError as error:
+        least = getattr(error, "least_peak_bytes", 0)
+        if least > budget_bytes:
+            raise InfeasibleBudget(budget_bytes=budget_bytes, least_peak_bytes=least) from None
+        plan = make(running, costs, budget_bytes)
+    plan.check(running)
+    n_updates = sum(op.target == UPDATE_TARGET for op in running.ops)
+    log.info(
+        "planned for %s: a peak of %s, %.1f ms of recomputation%s",
+        format_bytes(budget_bytes),
+        format_bytes(plan.peak_bytes),
+        plan.recompute_us / 1e3,
+        f", updates as gradients come, in {n_updates} calls" if n_updates else "",
+    )
+    return Arrangement(plan, running, costs, profile, budget_bytes)
 
 
 def _as_planned(

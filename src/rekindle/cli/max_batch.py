@@ -1,0 +1,117 @@
+"""`rekindle max-batch`: the largest batch that a budget holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import rekindle
+from rekindle import models
+from rekindle.cli.options import (
+    AtLeastOption,
+    CheckOption,
+    DeviceOption,
+    JsonOption,
+    NeededBudgetOption,
+    PlannerOption,
+    PrecisionOption,
+    RunModelArgument,
+)
+from rekindle.cli.output import new_console, working, write_json
+from rekindle.cli.work import Tell, check_can_run, is_named_gpu, named
+from rekindle.core.fit import Fit, LargestBatch
+from rekindle.errors import PlanError
+from rekindle.fit import Parts, largest_batch
+from rekindle.report.fit_report import fit_data, fit_summary
+from rekindle.report.words import percent
+from rekindle.units import format_bytes
+
+
+def find_max_batch(
+    model: RunModelArgument,
+    budget: NeededBudgetOption,
+    at_least: AtLeastOption = None,
+    check: CheckOption = False,
+    planner: PlannerOption = None,
+    precision: PrecisionOption = None,
+    device: DeviceOption = None,
+    json: JsonOption = None,
+) -> None:
+    """Find the largest batch that a budget holds, plain and planned, and how fast each is.
+
+    All of it on paper: nothing runs out of memory on the way. With --device "RTX 4090", or another
+    GPU's name, for a GPU that is not here.
+    """
+    on_paper = is_named_gpu(device)
+    if check and on_paper:
+        raise PlanError(f"{device} is not here, so that nothing can be checked: leave --check out.")
+    if not on_paper:
+        check_can_run(model, device)
+    share = _share(at_least)
+    how: dict[str, Any] = {"precision": precision, "device": None if on_paper else device}
+
+    def at(batch: int) -> Parts:
+        work = models.load(model, batch=batch, **how)
+        return work.train_step, work.model, work.optimizer, work.batch
+
+    with working(model, json) as tell, named(model):
+        found = largest_batch(
+            at,
+            budget,
+            device=device if on_paper else None,
+            planner=planner or "auto",
+            at_least=share,
+            progress=tell,
+        )
+        checks = _checked(found, at, budget, planner or "auto", tell) if check else []
+    console = new_console(json)
+    console.print(fit_summary(model, found))
+    for each in checks:
+        verdict = "fits" if each["fits"] else "does not fit"
+        peak = format_bytes(each["peak_bytes"])
+        console.print(f"  checked: a batch of {each['batch']:,} {verdict}, with a peak of {peak}")
+    write_json(json, {"model": model, **fit_data(found), "checks": checks})
+    if not all(each["fits"] for each in checks):
+        raise SystemExit(1)
+
+
+def _share(text: str | None) -> float | None:
+    """What `95%` means."""
+    if text is None:
+        return None
+    try:
+        share = float(text.strip().removesuffix("%")) / 100
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise PlanError(f"--at-least is a share of the plain step's speed, as in 95%, not {text!r}")
+    return share
+
+
+def _checked(
+    found: LargestBatch, at: Any, budget: str, planner: str, tell: Tell
+) -> list[dict[str, Any]]:
+    """Run the largest planned batches once."""
+    fits = dict.fromkeys(fit for fit in (found.quick, found.planned) if fit is not None)
+    return [_check(fit, at(fit.batch), budget, planner, tell) for fit in fits]
+
+
+def _check(fit: Fit, parts: Parts, budget: str, planner: str, tell: Tell) -> dict[str, Any]:
+    tell(f"running a batch of {fit.batch}")
+    row: dict[str, Any] = {"batch": fit.batch, "forecast_peak_bytes": fit.peak_bytes}
+    try:
+        step = rekindle.optimize(*parts, budget=budget, planner=planner)
+        measured = step.measure(parts[3], steps=1)
+    except (rekindle.InfeasibleBudget, torch.OutOfMemoryError) as error:
+        least = getattr(error, "least_peak_bytes", 0)
+        return {**row, "fits": False, "peak_bytes": least}
+    assert step.budget_bytes is not None
+    within = measured.peak_bytes <= step.budget_bytes
+    return {
+        **row,
+        "fits": within,
+        "peak_bytes": measured.peak_bytes,
+        "step_us": measured.step_us,
+        "off": percent(measured.peak_bytes / fit.peak_bytes),
+    }

@@ -1,0 +1,65 @@
+"""The largest batches that a budget holds, for people and as JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from rekindle.core.fit import Fit, LargestBatch
+from rekindle.report.pieces import indented, new_table
+from rekindle.report.words import percent
+from rekindle.units import format_bytes, format_us
+
+
+def fit_summary(title: str, found: LargestBatch) -> RenderableType:
+    """The batches, with peak and speed of each."""
+    table = new_table()
+    table.add_column(no_wrap=True)
+    for name in ("batch", "peak", "step", "samples/s", "of plain's"):
+        table.add_column(name, justify="right", no_wrap=True)
+    plain = found.plain
+    for label, fit in _rows(found):
+        if fit is None:
+            table.add_row(label, "none fits")
+            continue
+        share = percent(fit.samples_per_s / plain.samples_per_s) if plain else ""
+        cells = (f"{fit.batch:,}", format_bytes(fit.peak_bytes), format_us(fit.step_us))
+        table.add_row(label, *cells, f"{fit.samples_per_s:,.1f}", share)
+    budget = f"within {format_bytes(found.budget_bytes)}, on {found.device}"
+    notes = [Text(f"forecast, {found.method}", style="dim")]
+    return Group(
+        Text(f"{title}, {budget}", style="bold"), indented(table), *map(indented, notes), ""
+    )
+
+
+def fit_data(found: LargestBatch) -> dict[str, Any]:
+    """The same as data."""
+    return {
+        "budget_bytes": found.budget_bytes,
+        "device": found.device,
+        "method": found.method,
+        "at_least": found.at_least,
+        **{name: _fit_data(fit) for name, fit in zip(_NAMES, _fits(found), strict=True)},
+    }
+
+
+_NAMES = ("plain", "planned", "quick")
+
+
+def _fits(found: LargestBatch) -> tuple[Fit | None, Fit | None, Fit | None]:
+    return found.plain, found.planned, found.quick
+
+
+def _rows(found: LargestBatch) -> list[tuple[str, Fit | None]]:
+    rows = [("plain", found.plain), ("planned", found.planned)]
+    if found.at_least is not None:
+        rows.append((f"planned, ≥ {percent(found.at_least)}", found.quick))
+    return rows
+
+
+def _fit_data(fit: Fit | None) -> dict[str, Any] | None:
+    if fit is None:
+        return None
+    return {**fit._asdict(), "samples_per_s": fit.samples_per_s}

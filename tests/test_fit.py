@@ -1,0 +1,134 @@
+"""The largest batch that a budget holds, against trying all of them."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import check_refused, run
+from torch import nn
+
+import rekindle
+from rekindle.core.simulate import simulate
+
+WIDTH = 32
+_LAYER = (partial(nn.Linear, WIDTH, WIDTH), nn.GELU, partial(nn.LayerNorm, WIDTH))
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> Any:
+    loss = model(batch).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def parts() -> tuple[Any, nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(make() for _ in range(6) for make in _LAYER))
+    return train_step, model, torch.optim.Adam(model.parameters())
+
+
+def make_batch(n: int) -> torch.Tensor:
+    return torch.ones(n, WIDTH)
+
+
+def fits_plainly(batch: int, budget_bytes: int) -> bool:
+    captured = rekindle.capture(*parts(), make_batch(batch))
+    return simulate(captured.graph, rekindle.profile(captured)).peak_bytes <= budget_bytes
+
+
+def fits_planned(batch: int, budget_bytes: int) -> bool:
+    try:
+        step = rekindle.optimize(*parts(), make_batch(batch), budget=budget_bytes)
+    except rekindle.InfeasibleBudget:
+        return False
+    return step.measure(make_batch(batch), steps=1).peak_bytes <= budget_bytes
+
+
+def test_it_is_the_largest_that_can_be_had() -> None:
+    budget_bytes = 1_500_000
+    found = rekindle.max_batch(*parts(), make_batch, budget=budget_bytes)
+    assert found.plain is not None
+    assert found.planned is not None
+    assert fits_plainly(found.plain.batch, budget_bytes)
+    assert not fits_plainly(int(found.plain.batch * 1.02) + 1, budget_bytes)
+    assert found.planned.batch > 1.5 * found.plain.batch
+    assert fits_planned(found.planned.batch, budget_bytes)
+    assert not fits_planned(int(found.planned.batch * 1.04) + 1, budget_bytes)
+    assert found.planned.peak_bytes <= budget_bytes
+
+
+def test_the_model_is_left_alone() -> None:
+    step, model, optimizer = parts()
+    before = [param.detach().clone() for param in model.parameters()]
+    rekindle.max_batch(step, model, optimizer, make_batch, budget="1MB")
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert not optimizer.state
+
+
+def test_a_gpu_that_is_not_here_and_a_speed_to_keep() -> None:
+    found = rekindle.max_batch(
+        *parts(), make_batch, budget="200MB", device="RTX 4090", at_least=0.9
+    )
+    assert found.device == "RTX 4090"
+    plain, quick, planned = found.plain, found.quick, found.planned
+    assert plain is not None
+    assert quick is not None
+    assert planned is not None
+    assert plain.batch <= quick.batch <= planned.batch
+    assert quick.samples_per_s >= 0.9 * plain.samples_per_s
+
+
+def test_nothing_fits() -> None:
+    found = rekindle.max_batch(*parts(), make_batch, budget=1000, device="H200")
+    assert (found.plain, found.planned) == (None, None)
+
+
+@pytest.mark.parametrize("bad", [{"budget": "60%"}, {"budget": "1GB", "at_least": 1.5}])
+def test_what_has_no_meaning_is_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(rekindle.PlanError):
+        rekindle.max_batch(*parts(), make_batch, **bad)
+
+
+def test_a_step_that_changes_with_its_batch_is_refused() -> None:
+    def uneven(n: int) -> torch.Tensor:
+        return torch.ones(n * n, WIDTH)
+
+    with pytest.raises(rekindle.ProfileError, match="evenly"):
+        rekindle.max_batch(*parts(), uneven, budget="1GB", device="H200")
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "found.json"
+    arguments = ("max-batch", "mlp", "--budget", "40MB", "--check", "--json", str(path))
+    code, out, err = run(capsys, *arguments)
+    assert code == 0, err
+    found = json.loads(path.read_text())
+    assert found["plain"]["batch"] <= found["planned"]["batch"]
+    assert [check["fits"] for check in found["checks"]] == [True]
+    assert "checked" in out
+
+
+@pytest.mark.parametrize(
+    ("message", "arguments"),
+    [
+        ("a share of what", ("mlp", "--budget", "60%")),
+        ("not here", ("mlp", "--budget", "1GB", "--device", "H200", "--check")),
+        ("at-least", ("mlp", "--budget", "1GB", "--at-least", "lots")),
+        ("no model named", ("nope", "--budget", "1GB")),
+    ],
+)
+def test_bad_input_is_refused(
+    capsys: pytest.CaptureFixture[str], message: str, arguments: tuple[str, ...]
+) -> None:
+    check_refused(capsys, message, "max-batch", *arguments)
