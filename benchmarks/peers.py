@@ -1,19 +1,13 @@
-"""What others do about memory, as changes to a model."""
+"""What others do about memory, as the command line has it."""
 
 from __future__ import annotations
 
-from functools import partial
+import sys
 
-from torch import nn
-from torch.utils.checkpoint import checkpoint
+from common import ROOT
 
-# The repeated blocks of the zoo's models, by the names of their classes.
-BLOCKS = ("BasicBlock", "Bottleneck", "BertLayer", "GPT2Block", "EncoderBlock")
+sys.path.insert(0, str(ROOT / "src"))
 
+from rekindle.cli.peers import BLOCKS, checkpoint_every_block
 
-def checkpoint_every_block(model: nn.Module) -> int:
-    """Wrap every repeated block in `torch.utils.checkpoint`; returns how many there are."""
-    blocks = [module for module in model.modules() if type(module).__name__ in BLOCKS]
-    for block in blocks:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
-    return len(blocks)
+__all__ = ["BLOCKS", "checkpoint_every_block"]

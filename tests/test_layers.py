@@ -63,7 +63,10 @@ RULES = (
     Rule(
         "only fx, who composes it, models and cli touch torch",
         TORCH,
-        outside=tuple(f"rekindle.{name}" for name in ("fx", "api", "arrange", "models", "cli")),
+        outside=tuple(
+            f"rekindle.{name}"
+            for name in ("fx", "dynamo", "api", "arrange", "fit", "models", "cli")
+        ),
     ),
     Rule("an optional package is imported where it is used", EXTRAS, at_import_only=True),
 )

@@ -16,6 +16,7 @@ from rich.console import RenderableType
 
 import rekindle
 from rekindle import models
+from rekindle.cli.max_batch import find_max_batch
 from rekindle.cli.options import (
     BatchOption,
     BudgetOption,
@@ -44,6 +45,7 @@ from rekindle.cli.options import (
 )
 from rekindle.cli.output import new_console, print_written, working, write_json
 from rekindle.cli.schemes import compare_schemes
+from rekindle.cli.sweep import sweep_batches
 from rekindle.cli.work import Profiled, Trained, profiled, trained
 from rekindle.core.serial import load_plan, save_plan, save_profile
 from rekindle.errors import InfeasibleBudget, PlanError, RekindleError, ReportError
@@ -386,6 +388,8 @@ def _check_plan_options(
 
 
 app.command("schemes")(compare_schemes)
+app.command("max-batch")(find_max_batch)
+app.command("sweep")(sweep_batches)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

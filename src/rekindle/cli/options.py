@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from rekindle.units import parse_budget
+from rekindle.units import parse_budget, parse_bytes
 
 STDOUT = "-"
 SAVED_SUFFIX = ".json.gz"
@@ -97,6 +97,40 @@ def parse_sizes(sizes: str) -> list[int]:
     return sorted(found)
 
 
+def _check_batches(batches: str | None) -> str | None:
+    if batches is not None:
+        parse_batches(batches)
+    return batches
+
+
+def parse_batches(batches: str) -> list[int]:
+    """The batch sizes that a text names, each once, from the smallest up."""
+    try:
+        found = {int(batch) for batch in batches.split(",")}
+    except ValueError:
+        found = {0}
+    if min(found) < 1:
+        raise typer.BadParameter(f"{batches!r} are no batch sizes: write 32,64,128, for one")
+    return sorted(found)
+
+
+def _check_budgets(budgets: str | None) -> str | None:
+    for budget in parse_budgets(budgets or ""):
+        _check_budget(budget)
+    return budgets
+
+
+def parse_budgets(budgets: str) -> list[str]:
+    """The budgets that a text names, each once, as they come; a last comma is forgiven."""
+    return list(dict.fromkeys(part.strip() for part in budgets.split(",") if part.strip()))
+
+
+def _check_cap(cap: str | None) -> str | None:
+    if cap is not None and parse_bytes(cap) < 1:
+        raise typer.BadParameter(f"nothing fits into {cap}: give --cap 40GiB, for one")
+    return cap
+
+
 JsonOption = Annotated[
     str | None,
     typer.Option(
@@ -166,6 +200,23 @@ SchemesDeviceOption = Annotated[
 ]
 RunDeviceOption = Annotated[
     str | None, typer.Option("--device", metavar="cpu|cuda", help="Where the step runs.")
+]
+NeededBudgetOption = Annotated[
+    str,
+    typer.Option(
+        "--budget", metavar="B", help="What the step may take: bytes, or text such as 16GiB."
+    ),
+]
+AtLeastOption = Annotated[
+    str | None,
+    typer.Option(
+        "--at-least",
+        metavar="P%",
+        help="Also find the largest batch that keeps this share of the plain step's speed.",
+    ),
+]
+CheckOption = Annotated[
+    bool, typer.Option("--check", help="Run what was found once, and see whether it fits.")
 ]
 EngineOption = Annotated[
     str | None,
@@ -251,4 +302,57 @@ FolderOption = Annotated[
     typer.Option(
         "--out", metavar="FOLDER", callback=_check_folder, help="Where the pages are written."
     ),
+]
+SweepModelArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL",
+        help="A model of the zoo (rekindle models), or path/to/file.py:function that takes batch.",
+    ),
+]
+BatchesOption = Annotated[
+    str | None,
+    typer.Option(
+        "--batches", metavar="N,M,…", callback=_check_batches, help="The batch sizes to run."
+    ),
+]
+BudgetsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--budget",
+        metavar="B,C,…",
+        callback=_check_budgets,
+        help="The memory that planned steps may take: 8GiB, or 60% of the plain step's own peak; "
+        "several are separated by commas.",
+    ),
+]
+SweepFolderOption = Annotated[
+    str,
+    typer.Option(
+        "--out", metavar="FOLDER", callback=_check_folder, help="Where records and figures go."
+    ),
+]
+PeersOption = Annotated[
+    bool,
+    typer.Option(
+        "--peers", help="Run checkpoints on every block and torch.compile, too, for comparison."
+    ),
+]
+CapOption = Annotated[
+    str | None,
+    typer.Option(
+        "--cap",
+        metavar="BYTES",
+        callback=_check_cap,
+        help="Let each case have so much of the GPU's memory only, 40GiB for one.",
+    ),
+]
+TimedOption = Annotated[
+    int, typer.Option("--steps", min=1, metavar="N", help="How many steps to time in each case.")
+]
+AgainOption = Annotated[
+    bool, typer.Option("--again", help="Run the cases again whose records are there already.")
+]
+FiguresOnlyOption = Annotated[
+    bool, typer.Option("--figures-only", help="Run nothing: draw what --out has in sweep.json.")
 ]

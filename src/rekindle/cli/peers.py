@@ -1,0 +1,72 @@
+"""What others do about memory, as changes to a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from rekindle.errors import ModelError
+
+# The repeated blocks of the zoo's models, by the names of their classes.
+BLOCKS = ("BasicBlock", "Bottleneck", "BertLayer", "GPT2Block", "EncoderBlock")
+_CONTAINERS = (nn.ModuleList, nn.Sequential)
+
+
+def checkpoint_every_block(model: nn.Module) -> int:
+    """Wrap every repeated block in `torch.utils.checkpoint`; returns how many there are."""
+    blocks = repeated_blocks(model)
+    for block in blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+    return len(blocks)
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """The blocks that a model repeats: those known by name, else those that hold the most weights.
+
+    What counts is how often a class stands in one `nn.ModuleList` or `nn.Sequential`. Layers that
+    are made of others come first, then plain sequences, then single layers.
+
+    >>> layers = [nn.TransformerEncoderLayer(8, 2, batch_first=True) for _ in range(3)]
+    >>> len(repeated_blocks(nn.Sequential(nn.Linear(8, 8), *layers, nn.Linear(8, 8))))
+    3
+    """
+    named = [module for module in model.modules() if type(module).__name__ in BLOCKS]
+    if named:
+        return named
+    groups = [group for group in _groups(model) if len(group) > 1]
+    if not groups:
+        raise ModelError("the model repeats no block, so there is none to checkpoint")
+    kind = type(max(groups, key=_rank)[0])
+    return [block for group in _groups(model) for block in group if type(block) is kind]
+
+
+def compiled(model: nn.Module, activation_share: float | None = None) -> nn.Module:
+    """`torch.compile` of a model, which may keep so large a share of the activations."""
+    if activation_share is not None:
+        from torch._functorch import config  # not for others: torch's compiler takes time
+
+        config.activation_memory_budget = activation_share
+    return torch.compile(model)  # type: ignore[return-value]
+
+
+def _groups(model: nn.Module) -> Iterator[list[nn.Module]]:
+    """Modules of one class that stand in one container, for every class and container."""
+    for container in model.modules():
+        if isinstance(container, _CONTAINERS):
+            kinds: dict[type[nn.Module], list[nn.Module]] = {}
+            for child in container:
+                kinds.setdefault(type(child), []).append(child)
+            yield from kinds.values()
+
+
+def _rank(group: list[nn.Module]) -> tuple[int, int]:
+    """How likely a group is to be the blocks of a model."""
+    first = group[0]
+    kind = 2 if any(True for _ in first.children()) else 0
+    if isinstance(first, _CONTAINERS):
+        kind = 1
+    return kind, sum(param.numel() for block in group for param in block.parameters())

@@ -1,0 +1,426 @@
+"""The figures of a sweep over batch sizes, drawn from its JSON and from nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+from rekindle.report.figures import DPI, GREY, GRID, INK, byte_unit, new_figure
+from rekindle.report.palette import MARKERS, SERIES
+from rekindle.report.sweep_report import (
+    CHECKPOINT,
+    COMPILE,
+    INFEASIBLE,
+    PLAIN,
+    PLANNED,
+    Series,
+    batches_of,
+    series_of,
+    sweep_title,
+)
+from rekindle.units import format_bytes
+
+MEMORY_INCHES = (10.5, 5.4)
+LATENCY_INCHES = (10.5, 6.6)
+THROUGHPUT_INCHES = (10.5, 5.4)
+TRADE_OFF_INCHES = (9.0, 6.0)
+
+_COLOURS = {
+    PLAIN: SERIES[7],
+    PLANNED: SERIES[0],
+    CHECKPOINT: SERIES[4],
+    COMPILE: SERIES[2],
+}
+_BUDGET_COLOURS = (SERIES[0], SERIES[5], SERIES[6], SERIES[3], SERIES[1])  # of planned steps
+_MARKS = dict(zip((PLAIN, PLANNED, CHECKPOINT, COMPILE), MARKERS, strict=False))
+_JOINED = {
+    PLANNED: "Rekindle, by budget",
+    COMPILE: "torch.compile, by share of activations kept",
+}
+_GROUP_WIDTH = 0.84  # of the room that a batch size has
+_MOST_FLAT_LABELS = 20  # more bars than that, and their labels stand upright
+_FAR = 2.0  # a cap so many times as high as the bars would squeeze them, and is not shown
+_WIDE = 8.0  # batch sizes that differ by so much stand on a logarithmic axis
+_MOST_NAMES = 7  # side by side in a legend
+_ASIDE = ("forecast", "cap", "does not fit")  # what a legend names last
+
+Data = Mapping[str, Any]
+
+
+def write_sweep_pngs(folder: Path, data: Data) -> list[Path]:
+    """Write all figures that a sweep has numbers for; returns where they are."""
+    figures: dict[str, Callable[[Data], Any]] = {
+        "memory.png": memory_figure,
+        "latency.png": latency_figure,
+        "throughput.png": throughput_figure,
+        "trade-off.png": trade_off_figure,
+    }
+    written = []
+    for name, draw in figures.items():
+        figure = draw(data)
+        if figure is None:
+            (folder / name).unlink(missing_ok=True)  # one of before would tell of other numbers
+            continue
+        figure.savefig(folder / name, dpi=DPI, format="png", pil_kwargs={"optimize": True})
+        written.append(folder / name)
+    return written
+
+
+def memory_figure(data: Data) -> Any:
+    """Peak memory against batch size, a bar a way; the cap as a line."""
+    every, batches = _main_series(data), batches_of(data)
+    peaks = [peak for series in every for _, peak in series.points("peak_bytes")]
+    if not peaks:
+        return None
+    figure = new_figure(sweep_title(data), MEMORY_INCHES)
+    axes = figure.subplots()
+    axes.set_title("Peak memory of a training step", loc="left", fontsize=11, color=INK)
+    cap = data["cap_bytes"]
+    highest = max(peaks)
+    if cap is not None and (cap < _FAR * highest or any(series.too_large for series in every)):
+        highest = max(highest, cap)
+        style = {"color": INK, "lw": 1.2, "ls": "--", "zorder": 4}
+        axes.axhline(cap / byte_unit(int(highest))[0], label=f"cap {format_bytes(cap)}", **style)
+    unit, unit_name = byte_unit(int(highest))
+    width = _GROUP_WIDTH / len(every)
+    upright = len(every) * len(batches) > _MOST_FLAT_LABELS
+    for index, series in enumerate(every):
+        shift = (index - (len(every) - 1) / 2) * width
+        places = {batch: place + shift for place, batch in enumerate(batches)}
+        found = series.points("peak_bytes")
+        bars = found or [(batches[0], 0)]  # without any, the legend would not know the colour
+        axes.bar(
+            [places[batch] for batch, _ in bars],
+            [peak / unit for _, peak in bars],
+            width=width * 0.92,
+            color=_colour(series, every),
+            label=series.label,
+            zorder=3,
+        )
+        for batch, peak in found:
+            _write_above(axes, places[batch], peak / unit, _short(peak / unit), upright)
+        for batch in series.too_large:
+            height = (cap or highest) / unit
+            _mark_missing(axes, series, batch, places[batch], height, width * 0.92, every)
+    _mark_forecasts(axes, every, batches, width, unit)
+    axes.set_xticks(range(len(batches)), [f"{batch:,}" for batch in batches])
+    axes.set_xlim(-0.5, len(batches) - 0.5)
+    axes.set_ylim(0, highest / unit * (1.2 if upright else 1.1))
+    _finish(axes, "batch size", f"peak memory, {unit_name}")
+    _add_legend(figure, axes)
+    return figure
+
+
+def latency_figure(data: Data) -> Any:
+    """The time of a step against batch size; below it, as a multiple of the plain step's."""
+    every, batches = _main_series(data), batches_of(data)
+    times = [time / 1e3 for series in every for _, time in series.points("step_us")]
+    if not times:
+        return None
+    figure = new_figure(sweep_title(data), LATENCY_INCHES)
+    above, below = figure.subplots(2, 1, height_ratios=[2.4, 1], sharex=True)
+    above.set_title("Time of a training step", loc="left", fontsize=11, color=INK)
+    _draw_lines(above, every, batches, lambda record: record["step_us"] / 1e3)
+    if _is_wide(batches):
+        _scale_logarithmically(above, min(times) / 1.5, max(times) * 1.2)
+    else:
+        above.set_ylim(0, max(times) * 1.1)
+    lines = {series.label: _against_plain(series, _plain(every)) for series in every}
+    for series in every:
+        _plot(below, series, every, lines[series.label])
+    ratios = [1.0, *(ratio for line in lines.values() for _, ratio in line)]
+    room = max(max(ratios) - min(ratios), 0.1)
+    below.set_ylim(min(ratios) - 0.2 * room, max(ratios) + 0.2 * room)
+    _finish(above, "", "step time, ms")
+    _finish(below, "batch size", "× plain")
+    _add_legend(figure, above)
+    return figure
+
+
+def throughput_figure(data: Data) -> Any:
+    """Samples a second against batch size."""
+    every, batches = _main_series(data), batches_of(data)
+    rates = [rate for series in every for _, rate in series.points("samples_per_s")]
+    if not rates:
+        return None
+    figure = new_figure(sweep_title(data), THROUGHPUT_INCHES)
+    axes = figure.subplots()
+    axes.set_title("Throughput", loc="left", fontsize=11, color=INK)
+    _draw_lines(axes, every, batches, lambda record: record["samples_per_s"])
+    axes.set_ylim(0, max(rates) * 1.1)
+    axes.yaxis.set_major_formatter(lambda rate, place: f"{rate:,.10g}")
+    _finish(axes, "batch size", "samples a second")
+    _add_legend(figure, axes)
+    return figure
+
+
+def trade_off_figure(data: Data) -> Any:
+    """Time against peak memory, both of the plain step's, at the largest batch that all can do."""
+    batch = trade_off_batch(data)
+    if batch is None:
+        return None
+    curves = _curves(data, batch)
+    figure = new_figure(sweep_title(data), TRADE_OFF_INCHES)
+    axes = figure.subplots()
+    title = f"Time against memory of a training step, batch {batch:,}"
+    axes.set_title(title, loc="left", fontsize=11, color=INK)
+    heights = {way: sum(y for _, y, _ in line) / len(line) for way, line in curves.items()}
+    lowest = min(heights, key=lambda way: heights[way])
+    for way, line in curves.items():
+        _draw_curve(axes, way, line, is_lowest=way == lowest)
+    xs, ys = zip(*((x, y) for line in curves.values() for x, y, _ in line), strict=True)
+    room = max(max(ys) - min(ys), 0.1)
+    axes.set_xlim(max(0.0, min(xs) - 8), max(xs) + 5)
+    axes.set_ylim(min(ys) - 0.16 * room, max(ys) + 0.16 * room)
+    axes.axhline(1.0, color=GREY, lw=0.8, ls=":", zorder=2)
+    axes.axvline(100.0, color=GREY, lw=0.8, ls=":", zorder=2)
+    _finish(axes, "peak memory, % of plain", "step time, × plain", grid="both")
+    _add_legend(figure, axes)
+    return figure
+
+
+def trade_off_batch(data: Data) -> int | None:
+    """The largest batch size at which all ways have run; else that at which plain and most have."""
+    every = series_of(data)
+    plain = _plain(every)
+    if plain is None:
+        return None
+
+    def rank(batch: int) -> tuple[int, int]:
+        return sum(series.done(batch) is not None for series in every), batch
+
+    return max((batch for batch, _ in plain.points("step_us")), key=rank, default=None)
+
+
+def _curves(data: Data, batch: int) -> dict[str, list[tuple[float, float, Series]]]:
+    """For each way the points it has at a batch size, from the least memory to the most."""
+    every = series_of(data)
+    plain = _plain(every)
+    base = plain.done(batch) if plain is not None else None
+    assert base is not None
+    curves: dict[str, list[tuple[float, float, Series]]] = {}
+    for series in every:
+        found = series.done(batch)
+        if found is not None:
+            x, y = (found[key] / base[key] for key in ("peak_bytes", "step_us"))
+            curves.setdefault(series.way, []).append((x * 100, y, series))
+    return {way: sorted(line, key=lambda point: point[0]) for way, line in curves.items()}
+
+
+def _against_plain(series: Series, plain: Series | None) -> list[tuple[int, float]]:
+    """The step's time as a multiple of the plain step's, where both have run."""
+    pairs = [(batch, time, plain and plain.done(batch)) for batch, time in series.points("step_us")]
+    return [(batch, time / base["step_us"]) for batch, time, base in pairs if base]
+
+
+def _main_series(data: Data) -> list[Series]:
+    """All but what is there for the trade-off only: `torch.compile` with less memory."""
+    every = series_of(data)
+    return [series for series in every if series.way != COMPILE or series.setting is None]
+
+
+def _plain(every: Sequence[Series]) -> Series | None:
+    return next((series for series in every if series.way == PLAIN), None)
+
+
+def _colour(series: Series, every: Sequence[Series]) -> str:
+    """The way's colour; several budgets have one each."""
+    if series.way != PLANNED:
+        return _COLOURS[series.way]
+    budgets = [each.setting for each in every if each.way == PLANNED]
+    return dict(zip(budgets, cycle(_BUDGET_COLOURS), strict=False))[series.setting]
+
+
+def _draw_lines(
+    axes: Any, every: Sequence[Series], batches: Sequence[int], number: Callable[[Any], float]
+) -> None:
+    """A line a way; a cross at the foot where memory did not suffice."""
+    for series in every:
+        found = ((batch, series.done(batch)) for batch in batches)
+        line = [(batch, number(record)) for batch, record in found if record is not None]
+        _plot(axes, series, every, line)
+    first, last = min(batches), max(batches)
+    if _is_wide(batches):
+        axes.set_xscale("log", base=2)
+        axes.set_xlim(first / 1.25, last * 1.25)
+    else:
+        room = 0.06 * (last - first or last)
+        axes.set_xlim(first - room, last + room)
+    axes.set_xticks(batches, [f"{batch:,}" for batch in batches])
+    axes.set_xticks([], minor=True)
+    _mark_shortages(axes, every)
+
+
+def _mark_shortages(axes: Any, every: Sequence[Series]) -> None:
+    """Crosses at the foot, side by side, of the ways for which a batch was too large."""
+    short = [series for series in every if series.too_large]
+    for place, series in enumerate(short):
+        for batch in series.too_large:
+            axes.annotate(
+                "×",
+                (batch, 0.0),
+                xycoords=("data", "axes fraction"),
+                xytext=(9.0 * (place - (len(short) - 1) / 2), 9),
+                textcoords="offset points",
+                ha="center",
+                va="center",
+                fontsize=15,
+                color=_colour(series, every),
+                zorder=9,
+            )
+    if short:
+        axes.plot([], [], marker="x", mew=1.5, ls="none", color=GREY, label="does not fit")
+
+
+def _plot(
+    axes: Any, series: Series, every: Sequence[Series], line: Sequence[tuple[int, float]]
+) -> None:
+    axes.plot(
+        [batch for batch, _ in line],
+        [value for _, value in line],
+        marker=_MARKS[series.way],
+        color=_colour(series, every),
+        lw=2.0,
+        ms=6,
+        zorder=6 if series.way == PLANNED else 5,
+        label=series.label,
+    )
+
+
+def _is_wide(batches: Sequence[int]) -> bool:
+    """Whether batch sizes differ so much that small ones would be squeezed together."""
+    return max(batches) / min(batches) >= _WIDE
+
+
+def _scale_logarithmically(axes: Any, low: float, high: float) -> None:
+    axes.set_yscale("log")
+    axes.set_ylim(low, high)
+    ticks = [step * 10.0**power for power in range(-4, 8) for step in (1, 2, 5)]
+    shown = [tick for tick in ticks if low <= tick <= high]
+    axes.set_yticks(shown, [f"{tick:,.10g}" for tick in shown])
+    axes.set_yticks([], minor=True)
+
+
+def _draw_curve(
+    axes: Any, way: str, line: Sequence[tuple[float, float, Series]], *, is_lowest: bool
+) -> None:
+    """The points of one way, joined, each with its setting; those of the lowest stand below."""
+    label = line[0][2].label
+    if len(line) > 1:
+        label = _JOINED[way]
+    axes.plot(
+        [x for x, _, _ in line],
+        [y for _, y, _ in line],
+        marker=_MARKS[way],
+        color=_COLOURS[way],
+        lw=2.0,
+        ms=8,
+        zorder=6 if way == PLANNED else 5,
+        label=label,
+    )
+    place = {"xytext": (0, -9 if is_lowest else 9), "textcoords": "offset points"}
+    place |= {"ha": "center", "va": "top" if is_lowest else "bottom"}
+    for x, y, series in line if len(line) > 1 else ():
+        text = "all" if series.setting is None else str(series.setting)
+        behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
+        style = {"fontsize": 9, "color": _COLOURS[way], "zorder": 7, "bbox": behind}
+        axes.annotate(text, (x, y), **style, **place)
+
+
+def _mark_forecasts(
+    axes: Any, every: Sequence[Series], batches: Sequence[int], width: float, unit: int
+) -> None:
+    """A short line across each planned bar, where its peak was forecast to be."""
+    lines = []
+    for index, series in enumerate(every):
+        shift = (index - (len(every) - 1) / 2) * width
+        for place, batch in enumerate(batches):
+            record = series.done(batch)
+            if record is not None and record["forecast"] is not None:
+                middle, height = place + shift, record["forecast"]["peak_bytes"] / unit
+                lines.append((height, middle - width * 0.4, middle + width * 0.4))
+    if lines:
+        heights, starts, ends = zip(*lines, strict=True)
+        style = {"color": SERIES[1], "lw": 1.6, "zorder": 5, "label": "forecast"}
+        axes.hlines(heights, starts, ends, **style)
+
+
+def _mark_missing(
+    axes: Any,
+    series: Series,
+    batch: int,
+    place: float,
+    height: float,
+    width: float,
+    every: Sequence[Series],
+) -> None:
+    """A dashed outline where a bar would be, had memory sufficed."""
+    colour = _colour(series, every)
+    outline = {"facecolor": "none", "edgecolor": colour, "ls": (0, (4, 3)), "lw": 1.0}
+    axes.bar([place], [height], width=width * 0.9, zorder=2, alpha=0.6, **outline)
+    why = "no plan fits" if series.records[batch]["kind"] == INFEASIBLE else "out of memory"
+    axes.text(
+        place,
+        height * 0.04,
+        why,
+        rotation=90,
+        ha="center",
+        va="bottom",
+        fontsize=9,
+        color=INK,
+        zorder=6,
+    )
+
+
+def _write_above(axes: Any, x: float, y: float, text: str, upright: bool) -> None:
+    axes.annotate(
+        text,
+        (x, y),
+        xytext=(0, 3),
+        textcoords="offset points",
+        ha="center",
+        va="bottom",
+        rotation=90 if upright else 0,
+        fontsize=9,
+        color=INK,
+        zorder=7,
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},
+    )
+
+
+def _short(number: float) -> str:
+    """A number in three digits, or in as many as it has before the point.
+
+    >>> _short(0.1234), _short(29.0), _short(1234.5)
+    ('0.123', '29.0', '1,234')
+    """
+    return f"{number:,.0f}" if number >= 100 else f"{number:#.3g}"
+
+
+def _finish(axes: Any, x_label: str, y_label: str, *, grid: str = "y") -> None:
+    axes.set_xlabel(x_label, color=INK)
+    axes.set_ylabel(y_label, color=INK)
+    axes.grid(axis=grid, color=GRID, lw=0.8, zorder=1)
+    axes.tick_params(labelsize=9)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def _add_legend(figure: Any, axes: Any) -> None:
+    """Names below the figure: ways first, then what else is marked."""
+    handles, labels = axes.get_legend_handles_labels()
+    last = [label.startswith(_ASIDE) for label in labels]
+    order = sorted(range(len(labels)), key=lambda place: last[place])
+    rows = -(-len(labels) // _MOST_NAMES) or 1
+    figure.legend(
+        [handles[place] for place in order],
+        [labels[place] for place in order],
+        loc="outside lower center",
+        ncols=-(-len(labels) // rows) or 1,
+        columnspacing=1.5,
+        handlelength=1.6,
+        fontsize=9,
+        frameon=False,
+    )
