@@ -29,6 +29,7 @@ NAMES = [
     "TrainStep",
     "add_device",
     "capture",
+    "compile",
     "layout",
     "load_plan",
     "max_batch",
@@ -44,6 +45,11 @@ _STEP = (
     "train_step: Callable[..., Any], model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any"
 )
 SIGNATURES = {
+    "compile": (
+        "(model: nn.Module, *, budget: int | str, optimizer: torch.optim.Optimizer | None = None, "
+        "planner: str = auto, lower: str = inductor, dynamic: bool | None = None, "
+        "fullgraph: bool = False, options: dict[str, Any] | None = None) -> CompiledModel"
+    ),
     "max_batch": (
         "(train_step: Callable[..., Any], model: nn.Module, optimizer: torch.optim.Optimizer, "
         "make_batch: Callable[[int], Any], *, budget: int | str, device: str | None = None, "

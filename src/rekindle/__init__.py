@@ -1,6 +1,6 @@
 """Rekindle fits a PyTorch training step into the memory you have."""
 
-from rekindle.api import capture, layout, optimize, plan, profile, simulate, verify
+from rekindle.api import capture, compile, layout, optimize, plan, profile, simulate, verify
 from rekindle.core.devices import Device, add_device
 from rekindle.core.fit import LargestBatch
 from rekindle.core.layout import Layout
@@ -41,6 +41,7 @@ __all__ = [
     "TrainStep",
     "add_device",
     "capture",
+    "compile",
     "layout",
     "load_plan",
     "max_batch",

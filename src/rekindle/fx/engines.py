@@ -85,13 +85,14 @@ class EngineMaker:
         from rekindle.fx.fuse import fused
         from rekindle.fx.normal import normalized
 
-        normal = normalized(recording, for_gpu=self._device.type == "cuda")
-        compiled = fused(normal, self._fusing)
         try:
+            normal = normalized(recording, for_gpu=self._device.type == "cuda")
+            compiled = fused(normal, self._fusing)
             self._fusing.compile(self._progress)
         except Exception as error:  # whatever is missing: a compiler, Triton, a header
             reason = str(error).strip().splitlines()
             log.warning("running without the compiler: %s", reason[0] if reason else repr(error))
+            log.debug("that came from here", exc_info=error)
             self._fusing = None
             return recording
         return compiled

@@ -23,7 +23,7 @@ from torch._ops import OpOverload
 
 from rekindle.core.grouping import Groups
 from rekindle.fx import halves, rng
-from rekindle.fx.fusible import is_fusible, is_simple
+from rekindle.fx.fusible import KEEP_LONG_STATISTICS, is_fusible, is_simple
 from rekindle.fx.inductor import Fusing
 from rekindle.fx.rebuild import Builder, is_view
 from rekindle.fx.recording import Recording
@@ -129,6 +129,8 @@ class _Fuse:
             return True
         if call.writes or storages & self.kept:
             return False
+        if target in KEEP_LONG_STATISTICS and self._has_mixed_types(call):
+            return {device.type for device in devices} != {"cpu"}
         return is_fusible(target)
 
     def _find_cheap(self) -> None:

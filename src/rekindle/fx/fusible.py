@@ -30,9 +30,17 @@ _OTHERS = frozenset(
         *(aten.mse_loss.default, aten.mse_loss_backward.default),
         *(aten.hardtanh_backward.default, aten.leaky_relu_backward.default),
         *(aten.slice_backward.default, aten.select_backward.default),
-        *(aten.constant_pad_nd.default, aten.cat.default),
+        *(aten.constant_pad_nd.default, aten.cat.default, aten.stack.default),
     )
 )
+# On a CPU, given long and short numbers, these keep statistics that the compiler makes short.
+KEEP_LONG_STATISTICS = frozenset(
+    (
+        *(aten.native_layer_norm.default, aten.native_layer_norm_backward.default),
+        *(aten.native_group_norm.default, aten.native_group_norm_backward.default),
+    )
+)
+_OTHER_HALVES = (halves.log_sum_exp, halves.normalized_backward, halves.class_gradient)
 _SIMPLE_HALVES = frozenset((halves.draw_mask, halves.keep_masked, halves.normalized, halves.minus))
 
 
@@ -45,7 +53,7 @@ def is_simple(target: Any) -> bool:
 
 def is_fusible(target: Any) -> bool:
     """Whether the compiler can make it one kernel with its neighbours."""
-    if is_simple(target) or target in (halves.log_sum_exp, halves.normalized_backward):
+    if is_simple(target) or target in _OTHER_HALVES:
         return True
     is_reduction = isinstance(target, OpOverload) and torch.Tag.reduction in target.tags
     return is_reduction or target in _OTHERS

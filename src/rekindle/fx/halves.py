@@ -106,6 +106,21 @@ def minus(tensor: Tensor, subtracted: Tensor, dtype: torch.dtype) -> Tensor:
     return (tensor.to(subtracted.dtype) - subtracted).to(dtype)
 
 
+def class_gradient(
+    grad: Tensor, target: Tensor, shape: list[int], ignored: int, total: Tensor, reduction: int
+) -> Tensor:
+    """The gradient of a negative log-likelihood: zero but for the classes that were meant.
+
+    `reduction` is 0 for none, 1 for the mean over `total`, 2 for the sum.
+    """
+    each = -grad / total if reduction == 1 else -grad
+    if reduction == 0:
+        each = each.unsqueeze(1)
+    classes = torch.arange(shape[1], device=target.device)
+    is_meant = (classes == target.unsqueeze(1)) & (target != ignored).unsqueeze(1)
+    return torch.where(is_meant, each, torch.zeros_like(each))
+
+
 def in_order(tensor: Tensor, stride: list[int]) -> Tensor:
     """The same tensor, in memory in this order."""
     made = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)

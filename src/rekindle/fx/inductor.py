@@ -16,11 +16,15 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._guards import TracingContext, tracing
 from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from rekindle.fx.halves import batch_statistics
 
 log = logging.getLogger("rekindle")
 
@@ -46,12 +50,17 @@ class Fused:
         self.__name__ = name
         self.on_fakes = fx.GraphModule(torch.nn.Module(), graph)
         self._forms = forms
+        self._writes = any(node.target is batch_statistics for node in graph.nodes)
         self._code: Callable[..., Any] | None = None
 
     def __call__(self, *args: torch.Tensor | None) -> Any:
         assert self._code is not None, f"{self.__name__} has not been compiled"
         given = [_fitting(arg, form) for arg, form in zip(args, self._forms, strict=True)]
-        return self._code(given)
+        copied = [(a, b) for a, b in zip(args, given, strict=True) if a is not None and a is not b]
+        found = self._code(given[:])
+        for arg, copy in copied if self._writes else ():
+            arg.copy_(copy)
+        return found
 
     @property
     def is_compiled(self) -> bool:
@@ -60,11 +69,13 @@ class Fused:
 
     def compile(self) -> None:
         """Have Inductor compile it, or find it in Inductor's cache."""
+        mode = FakeTensorMode(shape_env=ShapeEnv())  # without one, nothing is kept on disk
         with torch.no_grad(), config.patch(_SETTINGS):
-            with FakeTensorMode():
+            with mode:
                 inputs = [_empty(form) for form in self._forms]
                 graph = make_fx(self.on_fakes, decomposition_table=select_decomp_table())(*inputs)
-            self._code = compile_fx_inner(graph, inputs)
+            with tracing(TracingContext(mode)):
+                self._code = compile_fx_inner(graph, inputs)
         if any(device.type == "cuda" for *_, device in self._forms):
             self._try_out()
 

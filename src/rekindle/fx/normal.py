@@ -27,6 +27,7 @@ from rekindle.fx import halves, ops
 from rekindle.fx.fusible import is_fusible, is_simple
 from rekindle.fx.rebuild import Builder, is_view
 from rekindle.fx.recording import Recording
+from rekindle.fx.replaceable import Replaceable
 from rekindle.fx.strides import contiguous_stride, in_memory, is_dense
 from rekindle.fx.tape import Call, OptimizerCall
 
@@ -61,16 +62,9 @@ class _Normal:
         self.padded: dict[tuple[fx.Node, int, int], fx.Node] = {}
         self.outdated: set[fx.Node] = set()  # new nodes from before the optimizer's last call
         self.replaced: set[fx.Node] = set()  # recorded nodes that were written to, and are not
-        calls = [call for call in self.old.calls if not call.in_optimizer]
-        self.calls = calls
-        self.last_backward = max((c.serial for c in calls if c.in_backward), default=0)
-        self.ends = {*recording.outputs, *(g for c in self.old.optimizer_calls for g in c.grads)}
-        self.last_use = self._last_uses()
-        self.maker = {node: call for call in self.old.calls for node in call.results}
-        self.entered = self._storages(entry.node for entry in self.old.entries)
-        self.has_fixed_draws = not all(isinstance(c.node.target, OpOverload) for c in calls)
-        self.pinned = self._pinned()
-        self.own = self.pinned | self._storages(self.ends)  # never one for two
+        self.known = Replaceable(recording, self.build.calls())
+        self.pinned = self.known.pinned
+        self.calls = [call for call in self.old.calls if not call.in_optimizer]
         entries = (entry.node for entry in self.old.entries)
         pinned = (node for node in entries if self.old.metas[node].storage in self.pinned)
         # the new storages of what is pinned
@@ -88,21 +82,10 @@ class _Normal:
                 self.build.keep(call)
             else:
                 self._rewrite(call)
-                for result in self.ends.intersection((*call.results, *call.writes)):
+                for result in self.known.ends.intersection((*call.results, *call.writes)):
                     self._exactly_as_recorded(result, call)
                 self._pin(call.results, call)
         return self.build.finish()
-
-    def _storages(self, nodes: Iterable[fx.Node]) -> set[int]:
-        return {self.old.metas[node].storage for node in nodes}
-
-    def _pinned(self) -> set[int]:
-        """Storages that stay as they are: written over for good, or looked at by address."""
-        by_address = (c for c in self.calls if c.node.target is aten.as_strided.default)
-        found = self._storages(n for call in by_address for n in call.node.all_input_nodes)
-        writing = [call for call in self.calls if call.writes]
-        kept = (c for c in writing if not self._is_replaceable(c) and not self._is_coin(c))
-        return found | self._storages(node for call in kept for node in call.writes)
 
     def _pin(self, nodes: Iterable[fx.Node], like: Call) -> None:
         """Have what is pinned as it was recorded from the start: views see what is written."""
@@ -113,10 +96,9 @@ class _Normal:
 
     def _rewrite(self, call: Call) -> None:
         target = call.node.target
-        is_pinned = not self.pinned.isdisjoint(self._storages(call.writes))
-        if self._is_dropout(call):
+        if self.known.is_dropout(call):
             self._dropout(call)
-        elif self._is_coin(call) and not is_pinned:
+        elif self.known.is_coin(call):
             self._toss_coins(call)
         elif target is aten.native_batch_norm.default and call.node.args[5]:
             self._batch_norm(call)
@@ -124,11 +106,13 @@ class _Normal:
             self._batch_norm_backward(call)
         elif target is aten._log_softmax.default:
             self._log_softmax(call)
+        elif target is aten.nll_loss_backward.default and self._is_of_rows(call):
+            self._class_gradient(call)
         elif target in _CONVOLUTIONS and self._has_channels_last(call):
             self._convolution(call)
         elif target in _PRODUCTS and self._is_misaligned(call):
             self._product(call)
-        elif self._is_replaceable(call) and not is_pinned:
+        elif self.known.is_replaceable(call):
             self._out_of_place(call)
         elif call.writes or call.is_random or not isinstance(target, OpOverload):
             self._keep(call)
@@ -148,9 +132,7 @@ class _Normal:
         target = call.node.target
         if target in _ANY_ORDER or is_simple(target):
             return True
-        touched = self._storages([*call.node.all_input_nodes, *call.results])
-        is_compiled = call.serial <= self.last_backward and touched.isdisjoint(self.pinned)
-        return is_compiled and is_fusible(target)
+        return is_fusible(target) and self.known.is_compiled(call)
 
     def _can_look(self, call: Call) -> bool:
         """Whether a view can be had of what takes its argument's place, however that lies."""
@@ -172,34 +154,15 @@ class _Normal:
     def _key(self, call: Call) -> Hashable:
         """What a call computes; None if that may change, or cannot be told."""
         inputs = call.node.all_input_nodes
-        changes = not self.pinned.isdisjoint(self._storages(inputs))
-        if not inputs or changes or not self.own.isdisjoint(self._storages(call.results)):
+        changes = not self.pinned.isdisjoint(self.known.storages(inputs))
+        if (
+            not inputs
+            or changes
+            or not self.known.own.isdisjoint(self.known.storages(call.results))
+        ):
             return None
         args = fx.map_arg((call.node.args, dict(call.node.kwargs)), self.lead.__getitem__)
         return call.node.target, call.in_backward, call.grad_enabled, repr(args)
-
-    def _is_replaceable(self, call: Call) -> bool:
-        """Whether an in-place call may make a new tensor instead."""
-        target = call.node.target
-        return (
-            isinstance(target, OpOverload)
-            and not call.is_random
-            and ops.is_in_place(target)
-            and torch.Tag.pointwise in target.tags
-            and ops.out_of_place(target) is not None
-            and self._is_unseen(call)
-        )
-
-    def _is_unseen(self, call: Call) -> bool:
-        """Whether nobody looks later on at what a call writes over, but for what it is given."""
-        if len(call.writes) != 1 or call.node.args[0] is not call.writes[0]:
-            return False
-        (written,) = call.writes
-        storage = self.old.metas[written].storage
-        return storage not in self.entered and not any(
-            other is not written and last > call.serial and self.maker[other].serial < call.serial
-            for other, last in self.last_use.get(storage, {}).items()
-        )
 
     def _out_of_place(self, call: Call) -> None:
         (written,) = call.writes
@@ -224,7 +187,7 @@ class _Normal:
         """The seeds of all masks, for each device."""
         found: dict[torch.device, list[Call]] = {}
         for call in self.calls:
-            if self._is_dropout(call) or self._is_coin(call):
+            if self.known.is_dropout(call) or self.known.is_coin(call):
                 made = [*call.results, *call.writes][0]
                 device = self.old.storages[self.old.metas[made].storage].device
                 found.setdefault(device, []).append(call)
@@ -234,10 +197,6 @@ class _Normal:
             call = self.build.emit(halves.draw_seeds, args, {}, calls[0], writes=(), is_random=True)
             seeds[device] = call.results[0]
         return seeds
-
-    def _is_dropout(self, call: Call) -> bool:
-        is_dropout = call.node.target is aten.native_dropout.default and call.is_random
-        return is_dropout and not self.has_fixed_draws
 
     def _dropout(self, call: Call) -> None:
         node, p, _ = call.node.args
@@ -258,11 +217,6 @@ class _Normal:
         self._n_masks[device] += 1
         args = (seed, list(self.build.meta(of).shape), p)
         return self._emit(halves.draw_mask, args, call).results[0]
-
-    def _is_coin(self, call: Call) -> bool:
-        """Whether a call fills a new tensor with ones and zeros, as dropout does on a CPU."""
-        is_coin = call.node.target is aten.bernoulli_.float and not call.node.kwargs
-        return is_coin and not self.has_fixed_draws and self._is_unseen(call)
 
     def _toss_coins(self, call: Call) -> None:
         (written,), p = call.writes, call.node.args[1]
@@ -305,6 +259,22 @@ class _Normal:
         (row,) = self._emit(halves.log_sum_exp, (tensor, dim), call).results
         (result,) = self._emit(halves.minus, (tensor, row, dtype), call).results
         self.lead[call.results[0]] = result
+
+    def _is_of_rows(self, call: Call) -> bool:
+        """Whether a loss is over rows of classes that all weigh the same."""
+        scores, weight = call.node.args[1], call.node.args[3]
+        assert isinstance(scores, fx.Node)
+        return weight is None and len(self.old.metas[scores].shape) == 2
+
+    def _class_gradient(self, call: Call) -> None:
+        """Element by element: the operator would fill memory with zeros first."""
+        args: list[Any] = list(fx.map_arg(call.node.args, self.lead.__getitem__))
+        grad, _, target, _, reduction, ignored, total = args
+        shape = list(self.old.metas[call.results[0]].shape)
+        made = self._emit(
+            halves.class_gradient, (grad, target, shape, ignored, total, reduction), call
+        )
+        self.build.follow(call, made)
 
     def _has_channels_last(self, call: Call) -> bool:
         return self.for_gpu and len(self.old.metas[call.node.all_input_nodes[0]].shape) == 4
@@ -379,7 +349,7 @@ class _Normal:
 
     def _padded(self, node: fx.Node, rows: int, columns: int, like: Call) -> fx.Node:
         """A matrix with rows and columns of zeros added, which others look at from then on, too."""
-        call = self.maker.get(node)
+        call = self.known.maker.get(node)
         is_turned = call is not None and call.node.target is aten.t.default
         if is_turned and node not in self.replaced:
             assert call is not None
@@ -395,7 +365,7 @@ class _Normal:
             if self._is_in_place([lead]):
                 return whole
             self.padded[lead, rows, columns] = whole
-            if self.old.metas[node].storage not in self.entered | self.own:
+            if self.old.metas[node].storage not in self.known.entered | self.known.own:
                 (height, width), *_ = self.build.meta(lead)
                 self.lead[node] = self._corner(whole, (height, width), like)
                 self.padded[self.lead[node], rows, columns] = whole
@@ -435,16 +405,6 @@ class _Normal:
             self.lead[node] = lead
         else:
             self.lead[node] = self._once(halves.in_order, (lead, list(meta.stride)), {}, like)
-
-    def _last_uses(self) -> dict[int, dict[fx.Node, int]]:
-        """For each storage, when each of the nodes on it is last read."""
-        found: dict[int, dict[fx.Node, int]] = {}
-        for call in self.old.calls:
-            for node in call.node.all_input_nodes:
-                found.setdefault(self.old.metas[node].storage, {})[node] = call.serial
-        for node in self.ends:
-            found.setdefault(self.old.metas[node].storage, {})[node] = 1 << 62
-        return found
 
 
 def _tensors(call: Call) -> list[fx.Node]:

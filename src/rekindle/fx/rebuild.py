@@ -12,7 +12,7 @@ from torch import fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from rekindle.fx import fakes, ops
+from rekindle.fx import fakes, ops, rng
 from rekindle.fx.effects import Effect
 from rekindle.fx.recording import GradUse, Recording
 from rekindle.fx.tape import Call, Entry, Meta, OptimizerCall, StorageMeta, Tape
@@ -71,10 +71,10 @@ class Builder:
         """Make a recorded call, on what takes its arguments' places."""
         args = fx.map_arg(call.node.args, self.lead.__getitem__)
         kwargs = fx.map_arg(call.node.kwargs, self.lead.__getitem__)
-        if isinstance(call.node.target, OpOverload):
-            made = self.emit(call.node.target, args, kwargs, call)
-        else:  # a function of our own, which has to do with random states: not to be run here
+        if call.node.target in (rng.get_state, rng.set_state):  # not to be run here
             made = self._append(call.node.target, args, kwargs, call, self._as_recorded(call))
+        else:
+            made = self.emit(call.node.target, args, kwargs, call)
         self.follow(call, made)
 
     def is_view_of(self, call: Call) -> bool:

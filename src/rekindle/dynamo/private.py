@@ -1,0 +1,203 @@
+"""Everything that is used of torch beyond its documented interface, in one place.
+
+Checked with torch 2.11. Where a later version moves or changes one of these, this is the file to
+change:
+
+- `torch._inductor.compile_fx.compile_fx` with `config_patches`, and the documented hook for custom
+  partitioners, `torch._inductor.custom_graph_pass.CustomPartitionerFn`;
+- `torch._dynamo.backends.common.aot_autograd`, and `partition_fn` among its arguments; `boxed_nop`,
+  which runs a graph as it is;
+- `torch._functorch.partitioners._extract_fwd_bwd_modules`, which cuts a joint graph in two where it
+  is told to, and `min_cut_rematerialization_partition`, which cuts it as `torch.compile` does;
+- `torch._functorch.compile_utils.fx_graph_cse` and `raise_getitems`;
+- `torch._guards.CompileContext` and `torch._inductor.list_mode_options`;
+- the mark `partitioner_tag` in `node.meta`, and the names of a joint graph's placeholders.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
+from torch._dynamo.eval_frame import OptimizedModule
+from torch._functorch import config as functorch_config
+from torch._functorch.compile_utils import fx_graph_cse, raise_getitems
+from torch._functorch.partitioners import (
+    _extract_fwd_bwd_modules,
+    _must_be_in_backward,
+    _must_be_in_forward,
+    min_cut_rematerialization_partition,
+)
+from torch._guards import CompileContext
+from torch._inductor import list_mode_options
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch.fx.experimental.symbolic_shapes import is_symbolic
+from torch.types import py_sym_types
+from torch.utils import _pytree as pytree
+
+__all__ = [
+    "CHECKED_ON",
+    "CustomPartitionerFn",
+    "Modules",
+    "OptimizedModule",
+    "compile_eagerly",
+    "compile_with_inductor",
+    "cut",
+    "hint",
+    "identity",
+    "is_backward_input",
+    "is_sym",
+    "is_tagged_backward",
+    "is_unsupported",
+    "leaves",
+    "mode_options",
+    "must_be_in_backward",
+    "must_be_in_forward",
+    "stay_in_backward",
+    "stay_in_forward",
+    "torch_partition",
+    "without_repeats",
+]
+
+CHECKED_ON = ("2.11",)
+
+Modules = tuple[fx.GraphModule, fx.GraphModule]
+PartitionFn = Callable[..., Modules]
+_UNKNOWN = 4096  # the size of a dimension that depends on values
+_UNSUPPORTED = ("seed", "offset", "rng_state")  # parts of names of random state handed in
+
+
+def compile_with_inductor(
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    partitioner: CustomPartitionerFn,
+    options: dict[str, Any],
+) -> Callable[..., Any]:
+    """Have Inductor compile a graph that Dynamo captured, cut in two by a partitioner of ours.
+
+    What is kept on disk is each pass's code. The whole, which would skip the partitioner, is not.
+    """
+    patches = {**options, "custom_partitioner_fn": partitioner}
+    with functorch_config.patch(enable_autograd_cache=False):
+        found: Any = compile_fx(module, inputs, config_patches=patches)
+    assert callable(found)
+    return found  # type: ignore[no-any-return]
+
+
+def compile_eagerly(
+    module: fx.GraphModule, inputs: Sequence[Any], partition: PartitionFn
+) -> Callable[..., Any]:
+    """Cut a graph that Dynamo captured in two, and run both as they are, operator by operator."""
+
+    with functorch_config.patch(enable_autograd_cache=False):
+        compiler = aot_autograd(
+            fw_compiler=boxed_nop,
+            bw_compiler=boxed_nop,
+            partition_fn=partition,
+            keep_inference_input_mutations=True,
+        )
+        found: Callable[..., Any] = compiler(module, inputs)
+    return found
+
+
+def cut(
+    joint: fx.GraphModule,
+    saved: list[fx.Node],
+    saved_syms: list[fx.Node],
+    n_outputs: int,
+) -> Modules:
+    """The forward module, which also returns what is saved, and the backward module."""
+    forward, backward = _extract_fwd_bwd_modules(
+        joint, saved, saved_sym_nodes=saved_syms, num_fwd_outputs=n_outputs
+    )
+    return raise_getitems(forward), raise_getitems(backward)
+
+
+def torch_partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> Modules:
+    """The cut that plain `torch.compile` makes."""
+    return min_cut_rematerialization_partition(joint, inputs, **kwargs)
+
+
+def without_repeats(joint: fx.GraphModule) -> None:
+    """Drop from a joint graph what nobody reads, and what is computed twice."""
+    joint.graph.eliminate_dead_code()
+    joint.graph = fx_graph_cse(joint.graph)
+
+
+def must_be_in_forward(node: fx.Node) -> bool:
+    """Whether a node changes something and does so in the forward pass."""
+    return bool(_must_be_in_forward(node))
+
+
+def must_be_in_backward(node: fx.Node) -> bool:
+    """Whether a node changes something and does so in the backward pass."""
+    return bool(_must_be_in_backward(node))
+
+
+def is_tagged_backward(node: fx.Node) -> bool:
+    """Whether a node was recorded while gradients were computed."""
+    return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
+
+
+def stay_in_forward(node: fx.Node) -> None:
+    """Have a node in the forward module only, whatever the backward module could compute."""
+    node.meta = {**node.meta, "partitioner_tag": "must_be_in_forward"}
+
+
+def stay_in_backward(node: fx.Node) -> None:
+    """Have a node in the backward module only."""
+    node.meta = {**node.meta, "partitioner_tag": "must_be_in_backward"}
+
+
+def is_backward_input(node: fx.Node) -> bool:
+    """Whether a placeholder is there in the backward pass only: the gradient of an output."""
+    return node.op == "placeholder" and "tangents" in str(node.target)
+
+
+def is_unsupported(node: fx.Node) -> bool:
+    """Whether a node hands random state or side effects around, which is left to torch's cut."""
+    if node.op == "placeholder":
+        val = node.meta.get("val")
+        odd = val is not None and not isinstance(val, (torch.Tensor, *py_sym_types, int, float))
+        return odd or any(part in str(node.target) for part in _UNSUPPORTED)
+    return "with_effects" in str(node.target) or "run_and_save_rng" in str(node.target)
+
+
+def is_sym(node: fx.Node) -> bool:
+    """Whether a node is a number, a size for one, and not a tensor."""
+    return isinstance(node.meta.get("val"), py_sym_types)
+
+
+def hint(size: Any) -> int:
+    """A size as a number: that of the batch at hand where the graph holds for many sizes."""
+    if not is_symbolic(size):
+        return int(size)
+    found = size.node.hint
+    return _UNKNOWN if found is None else int(found)
+
+
+def identity(module: fx.GraphModule) -> tuple[object, ...]:
+    """What tells a graph that Dynamo captured from others, and is the same if it is captured anew.
+
+    That is the frame it belongs to, and the names of what it reads: DDP cuts a frame's graph up.
+    """
+    compile_id = CompileContext.current_compile_id()
+    names = (node.name for node in module.graph.find_nodes(op="placeholder"))
+    tensors = sorted(name for name in names if not re.fullmatch(r"s\d+", name))
+    return (getattr(compile_id, "frame_id", None), *tensors)
+
+
+def mode_options(mode: str | None) -> dict[str, Any]:
+    """Inductor's options for a mode of `torch.compile`."""
+    return dict(list_mode_options(mode)) if mode else {}
+
+
+def leaves(tree: Any) -> list[Any]:
+    """What is in a tree of arguments or results, in order."""
+    return pytree.tree_leaves(tree)

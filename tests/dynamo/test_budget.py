@@ -1,0 +1,164 @@
+"""A budget in bytes means the peak; what cannot be met is refused, with what could be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from dynamo.small import attention, batch_for, convolutions, perceptron, step
+
+from rekindle import dynamo
+from rekindle.core.ir import Role
+from rekindle.dynamo.budget import Weight, share_of, static_of_model
+from rekindle.errors import InfeasibleBudget, PlanError, UnitError
+from rekindle.fx.timing import measure
+
+MAKERS = (perceptron, convolutions, attention)
+
+
+def _saved_bytes(model: dynamo.CompiledModel, batch: torch.Tensor) -> int:
+    """What autograd is handed to save in a step, beside parameters, buffers and the batch."""
+    there = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers(), batch)}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in there:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = model(batch)
+    found = sum(saved.values())
+    out.sum().backward()
+    return found
+
+
+def _runs_once(planned: dynamo.PlannedGraph, op: int | None) -> bool:
+    """Whether an op draws random numbers, so that its results are kept for who needs them."""
+    return op is not None and planned.graph.ops[op].is_random
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("planner", ["none", "all", "auto"])
+def test_autograd_saves_what_the_plan_keeps(make, planner: str) -> None:
+    model, batch = make(), batch_for(make)
+    budget = "85%" if planner == "auto" else "10GiB"
+    planned = dynamo.compile(model, budget=budget, planner=planner, lower="eager")
+    step(planned, batch)
+    (only,) = planned.plans
+    assert _saved_bytes(planned, batch) == only.kept_bytes
+    assert len(planned.plans) == 1
+    values = {value.name: value for value in only.graph.values}
+    storages = {values[name].storage for name in only.kept}
+    dropped = {each.storage for each in only.plan.decisions if not each.is_kept}
+    assert not storages & dropped
+    kept = {each.storage for each in only.plan.decisions if each.is_kept}
+    outputs = {s.index for s in only.graph.storages if s.role is Role.OUTPUT}
+    once = {values[name].storage for name in only.kept if _runs_once(only, values[name].producer)}
+    assert storages <= kept | outputs | once
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_less_is_never_more(make) -> None:
+    batch = batch_for(make)
+    peaks, kept = [], []
+    for share in (100, 88, 76):
+        torch.compiler.reset()
+        planned = dynamo.compile(make(), budget=f"{share}%", lower="eager")
+        try:
+            step(planned, batch)
+        except InfeasibleBudget:
+            break
+        (only,) = planned.plans
+        peaks.append(only.plan.peak_bytes)
+        kept.append(only.kept_bytes)
+        assert only.plan.peak_bytes <= only.plan.budget_bytes
+    assert len(peaks) > 1
+    assert peaks == sorted(peaks, reverse=True)
+    assert kept == sorted(kept, reverse=True)
+
+
+@pytest.mark.parametrize("lower", ["eager", "inductor"])
+def test_an_impossible_budget(lower: str) -> None:
+    planned = dynamo.compile(perceptron(), budget="20KiB", lower=lower)
+    with pytest.raises(InfeasibleBudget) as caught:
+        step(planned, batch_for(perceptron))
+    assert caught.value.budget_bytes == 20 << 10
+    least = caught.value.least_peak_bytes
+    assert least > 20 << 10
+    if lower == "eager":
+        torch.compiler.reset()
+        again = dynamo.compile(perceptron(), budget=least, lower=lower)
+        step(again, batch_for(perceptron))
+        assert again.plans[0].plan.peak_bytes <= least
+
+
+def test_what_is_wrong_is_said_at_once() -> None:
+    with pytest.raises(UnitError):
+        dynamo.compile(perceptron(), budget="lots")
+    with pytest.raises(PlanError, match="no planner named"):
+        dynamo.compile(perceptron(), budget="1GiB", planner="nine")
+    with pytest.raises(PlanError, match="'inductor' or 'eager'"):
+        dynamo.compile(perceptron(), budget="1GiB", lower="tvm")
+
+
+def test_the_optimizer_counts() -> None:
+    model = perceptron()
+    size = sum(p.nbytes for p in model.parameters())
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert static_of_model(model, plain).state_bytes == 0
+    heavy = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    assert static_of_model(model, heavy).state_bytes == size
+    assert static_of_model(model, None).state_bytes == 2 * size
+    adam = torch.optim.AdamW(model.parameters())
+    assert static_of_model(model, adam).state_bytes == 2 * size
+    step(model, batch_for(perceptron))
+    assert static_of_model(model, adam).grad_bytes == size
+    adam.step()
+    assert 2 * size < static_of_model(model, adam).state_bytes < 2 * size + 4096
+
+    peaks = []
+    for optimizer in (plain, adam):
+        torch.compiler.reset()
+        planned = dynamo.compile(model, budget="100%", optimizer=optimizer, lower="eager")
+        step(planned, batch_for(perceptron))
+        peaks.append(planned.plans[0].plan.peak_bytes)
+    assert 2 * size < peaks[1] - peaks[0] < 2 * size + 4096
+
+
+def test_the_peak_has_everything_in_it() -> None:
+    model, batch = perceptron(), batch_for(perceptron)
+    planned = dynamo.compile(model, budget="100%", lower="eager")
+    step(planned, batch)
+    (only,) = planned.plans
+    size = sum(p.nbytes for p in model.parameters())
+    sums = only.graph.bytes_by_role()
+    assert sums[Role.PARAM] == sums[Role.GRAD] == size
+    assert sums[Role.INPUT] == batch.nbytes
+    assert only.profile.overhead_bytes == 2 * size  # Adam's
+    assert only.plan.peak_bytes >= 3 * size + batch.nbytes + only.kept_bytes
+    assert "two tensors for each parameter" in only.note
+
+
+@pytest.mark.parametrize(("make", "share"), [(perceptron, 1.04), (attention, 1.04)])
+def test_the_forecast_is_what_is_measured(make, share: float) -> None:
+    model, batch = make(), batch_for(make, 128)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    planned = dynamo.compile(model, budget="80%", optimizer=optimizer, lower="eager")
+    out = planned(batch)
+    gradient = torch.ones_like(out)  # what the loss would hand back
+
+    def train() -> None:
+        optimizer.zero_grad()
+        planned(batch).backward(gradient)
+
+    found = measure(train, device=torch.device("cpu"), steps=1)
+    (only,) = planned.plans
+    assert only.plan.recompute_us > 0
+    assert 1 / share < found.peak_bytes / only.plan.peak_bytes < share
+
+
+def test_shares() -> None:
+    assert share_of(Weight(10, 90), 0) == 1
+    assert share_of(Weight(10, 90), 10) == 0.5
+    assert share_of(Weight(0, 90), 10) == 0.9
