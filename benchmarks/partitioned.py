@@ -1,0 +1,140 @@
+"""`rekindle.compile` against eager, checkpoints, `torch.compile` and its own budget, on a GPU.
+
+    python benchmarks/partitioned.py --out FILE [--case NAME]
+
+Every way of every case runs in a process of its own. Budgets of Rekindle are shares of the peak that
+`torch.compile` was found to have. What partitioning adds to compilation is in `partition_s`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import ROOT, write
+from peers import checkpoint_every_block
+
+sys.path.insert(0, str(ROOT / "src"))
+
+import rekindle
+from rekindle import models
+from rekindle.fx.timing import measure
+
+DEVICE = torch.device("cuda")
+SETTINGS = (0.7, 0.5, 0.3, 0.1)  # of torch's own knob
+# model, batch, and for each share of torch.compile's peak the most time it may take, of its
+CASES: dict[str, tuple[str, int, dict[str, float | None]]] = {
+    "resnet152_b128": ("resnet152", 128, {"70%": 1.00, "55%": None, "40%": 1.05}),
+    "bert-large_b32": ("bert-large", 32, {"70%": None, "50%": 1.15, "40%": None}),
+    "gpt2_b16": ("gpt2", 16, {"70%": None, "50%": 1.15, "40%": None}),
+}
+
+
+def run_way(name: str, way: str, budget_bytes: int | None) -> dict[str, Any]:
+    """Build a model, change it in one way, and measure its step."""
+    model_name, batch, _ = CASES[name]
+    work = models.build(model_name, batch=batch, precision="bf16", device="cuda")
+    model: Any = work.model
+    kind, _, setting = way.partition(" ")
+    if kind == "checkpoint":
+        checkpoint_every_block(model)
+    elif kind == "torch.compile":
+        if setting:
+            torch._functorch.config.activation_memory_budget = float(setting)
+        model = torch.compile(model)
+    elif kind == "rekindle":
+        assert budget_bytes is not None
+        model = rekindle.compile(model, budget=budget_bytes, optimizer=work.optimizer)
+    gc.collect()
+    torch.cuda.empty_cache()
+    start = time.perf_counter()
+    work.train_step(model, work.optimizer, work.batch)
+    torch.cuda.synchronize()
+    row: dict[str, Any] = {"first_step_s": round(time.perf_counter() - start, 1)}
+    found = measure(
+        lambda: work.train_step(model, work.optimizer, work.batch),
+        device=DEVICE,
+        steps=8,
+        warmup=3,
+    )
+    row |= {
+        "peak_bytes": found.peak_bytes,
+        "reserved_bytes": torch.cuda.memory_reserved(),
+        "step_us": found.step_us,
+        "samples_us": list(found.samples_us),
+    }
+    if kind == "rekindle":
+        plans = [planned.plan for planned in model.plans]
+        forecast = max(plan.peak_bytes for plan in plans)
+        row |= {
+            "budget_bytes": budget_bytes,
+            "holds": budget_bytes is None or found.peak_bytes <= budget_bytes,
+            "forecast_peak_ratio": round(forecast / found.peak_bytes, 4),
+            "partition_s": round(sum(planned.seconds for planned in model.plans), 2),
+            "n_graphs": len(plans),
+        }
+    return row
+
+
+def run_case(name: str, out: Path, rows: list[dict[str, Any]]) -> None:
+    """All ways of one case, as they come."""
+    _, batch, budgets = CASES[name]
+    head = {"case": name, "batch": batch}
+
+    def run(way: str, budget_bytes: int | None = None, **more: Any) -> dict[str, Any]:
+        command = [sys.executable, __file__, "--way", way, "--case", name]
+        command += [] if budget_bytes is None else ["--bytes", str(budget_bytes)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        lines = done.stdout.strip().splitlines()
+        failed = done.returncode or not lines
+        row = {"failed": done.stderr[-1500:]} if failed else json.loads(lines[-1])
+        row = {**head, "way": way, **more, **row}
+        rows.append(row)
+        write(out, "partitioned", rows)
+        return row
+
+    run("eager")
+    reference = run("torch.compile")
+    run("checkpoint every block")
+    for setting in SETTINGS:
+        _beside(run(f"torch.compile {setting}"), reference)
+    for budget, target in budgets.items():
+        within = int(float(budget[:-1]) / 100 * reference["peak_bytes"])
+        _beside(run("rekindle", within, budget=budget, target=target), reference)
+    for row in rows[-len(SETTINGS) - len(budgets) :]:
+        shown = {k: v for k, v in row.items() if k not in ("samples_us", "case", "batch")}
+        print(json.dumps(shown), flush=True)
+    write(out, "partitioned", rows)
+
+
+def _beside(row: dict[str, Any], reference: dict[str, Any]) -> None:
+    """Add a row's figures as shares of `torch.compile`'s."""
+    if "failed" not in row and "failed" not in reference:
+        row["peak_of"] = round(row["peak_bytes"] / reference["peak_bytes"], 4)
+        row["time_of"] = round(row["step_us"] / reference["step_us"], 4)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--case", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--way", help="one way of one case, in this process")
+    parser.add_argument("--bytes", type=int)
+    given = parser.parse_args()
+    if given.way:
+        print(json.dumps(run_way(given.case[0], given.way, given.bytes)))
+        return
+    rows: list[dict[str, Any]] = []
+    for name in given.case:
+        run_case(name, given.out, rows)
+
+
+if __name__ == "__main__":
+    main()
