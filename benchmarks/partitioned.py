@@ -2,8 +2,8 @@
 
     python benchmarks/partitioned.py --out FILE [--case NAME]
 
-Every way of every case runs in a process of its own. Budgets of Rekindle are shares of the peak that
-`torch.compile` was found to have. What partitioning adds to compilation is in `partition_s`.
+Every way of every case runs in a process of its own. Budgets of Rekindle are shares of the peak
+that `torch.compile` was found to have. What partitioning takes is in `partition_s`.
 """
 
 from __future__ import annotations
