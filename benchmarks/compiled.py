@@ -5,8 +5,8 @@
 Each case runs in a process of its own. For each budget, a share of the peak of the plain step or of
 `torch.compile`'s: peak, reserved memory and time of the planned step, beside the forecast and the
 peers' in the same run. `setup` measures the time from the call of `optimize` to the end of the
-first step, with an empty compile cache and again in a new process with a full one; `equal` compares every
-bit of a planned training with an unplanned one, both compiled.
+first step, with an empty compile cache and again in a new process with a full one; `equal` compares
+every bit of a planned training with an unplanned one, both compiled.
 """
 
 from __future__ import annotations
