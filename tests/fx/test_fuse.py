@@ -284,7 +284,7 @@ def test_a_plan_changes_no_bit(name: str) -> None:
         return train(MODELS[name](), grouped, steps=4, **how)
 
     plain = trained()
-    assert differences(plain, trained(budget="75%")) == []
+    assert differences(plain, trained(budget="85%")) == []
 
 
 def test_no_chain_is_too_long() -> None:

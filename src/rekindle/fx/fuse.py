@@ -33,6 +33,8 @@ aten = torch.ops.aten
 
 _MOST_MEMBERS = 64
 _MOST_AGAIN = 32  # so many calls may be made again for one value
+_MOST_READ = 6  # times the bytes of its largest tensor: what a group reads from others
+_SMALL = 1 / 16  # of a value's bytes: what is no more can be kept beside it
 _SLACK = 1.02  # what is computed again may take so many of its own bytes to read
 
 
@@ -65,8 +67,12 @@ class _Fuse:
         self.kept = self._kept(self.units[: last + 1])
         self.is_fusible = [i <= last and self._fusible(c) for i, c in enumerate(self.units)]
         self.cheap: dict[fx.Node, list[fx.Node]] = {}  # what to compute again, and from what
+        pairs = list(zip(self.units, self.is_fusible, strict=True))
+        others = [call for call, is_fused in pairs if not is_fused]
+        self.read_by_others = self._read(others)
+        self.read_by_others_later = self._read(c for c in others if c.in_backward)
+        self.read_later = self._read(c for c in self.units if c.in_backward)
         self._find_cheap()
-        self.read_by_others = self._read_by_others()
 
     def run(self) -> Recording:
         groups = self._groups()
@@ -144,12 +150,32 @@ class _Fuse:
             leaves: dict[fx.Node, None] = {}
             for arg in inputs:
                 leaves.update(dict.fromkeys(self.cheap.get(self._root(arg), [arg])))
-            nbytes = sum(self._nbytes(leaf) for leaf in leaves)
             n_calls[result] = 1 + sum(n_calls.get(self._root(arg), 0) for arg in inputs)
-            if nbytes <= _SLACK * self._nbytes(result) and n_calls[result] <= _MOST_AGAIN:
+            if self._is_worth_it(result, leaves) and n_calls[result] <= _MOST_AGAIN:
                 self.cheap[result] = list(leaves)
             else:
                 del n_calls[result]
+
+    def _is_worth_it(self, result: fx.Node, leaves: Iterable[fx.Node]) -> bool:
+        """Whether the backward pass gains if it computes a value from others instead of reading it.
+
+        What it is computed from must not be more bytes. And where the value is in memory anyway,
+        for a matrix product, what it is computed from must be there, too.
+        """
+        own = self._nbytes(result)
+        sizes = {self._root(leaf): self._nbytes(leaf) for leaf in leaves}
+        large = [root for root, nbytes in sizes.items() if nbytes > _SMALL * own]
+        if result in self.read_by_others_later:
+            is_there = all(root in self.read_later for root in large)
+        else:
+            is_there = all(self._is_made_anyway(root) for root in large)
+        is_less = sum(sizes.values()) <= _SLACK * own
+        return is_less and (is_there or result not in self.read_by_others)
+
+    def _is_made_anyway(self, root: fx.Node) -> bool:
+        """Whether a value is in memory whatever is fused."""
+        index = self.unit_of.get(root)
+        return index is None or not self.is_fusible[index] or root in self.read_by_others
 
     def _is_computed_again(self, root: fx.Node, reader: Call) -> bool:
         return reader.in_backward and root in self.cheap
@@ -176,10 +202,22 @@ class _Fuse:
                     edges.append((-self._nbytes(root), other, index))
         groups = Groups(needs)
         for _, first, second in sorted(edges):
-            sizes = [len(groups.members[groups.group_of(i)]) for i in (first, second)]
-            if sum(sizes) <= _MOST_MEMBERS:
+            both = [groups.members[groups.group_of(i)] for i in (first, second)]
+            if both[0] is not both[1] and self._may_be_one([*both[0], *both[1]]):
                 groups.merge(first, second)
         return groups
+
+    def _may_be_one(self, members: list[int]) -> bool:
+        """Whether a group is not too large, and does not wait for too much at once.
+
+        A sum of what many matrix products make would have to wait for the last, and hold them all.
+        """
+        if len(members) > _MOST_MEMBERS:
+            return False
+        made = {node for index in members for node in self.units[index].results}
+        read = {root for index in members for root in self._reads(index)}
+        largest = max(map(self._nbytes, made | read), default=0)
+        return sum(map(self._nbytes, read - made)) <= _MOST_READ * largest
 
     def _orders(self) -> list[set[int]]:
         """What each unit has to follow, whatever it reads: writes, and draws of random numbers."""
@@ -222,11 +260,9 @@ class _Fuse:
         last = len(self.tape.metas[summed].shape) - 1
         return isinstance(dims, (list, tuple)) and last not in dims and -1 not in dims
 
-    def _read_by_others(self) -> set[fx.Node]:
-        """What calls read that are not fused."""
-        units = zip(self.units, self.is_fusible, strict=True)
-        others = [call for call, is_fused in units if not is_fused]
-        return {self._root(arg) for call in others for arg in call.node.all_input_nodes}
+    def _read(self, calls: Iterable[Call]) -> set[fx.Node]:
+        """What some calls read."""
+        return {self._root(arg) for call in calls for arg in call.node.all_input_nodes}
 
     def _is_plain(self, members: list[Call]) -> bool:
         """Whether a group is one call whose own kernel is as good as a compiled one."""
