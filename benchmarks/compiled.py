@@ -12,7 +12,6 @@ every bit of a planned training with an unplanned one, both compiled.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import subprocess
@@ -24,14 +23,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from common import ROOT, write
+from common import write
 from peers import checkpoint_every_block
-
-sys.path.insert(0, str(ROOT / "src"))
+from steps import DEVICE, built, figures, planned, settle, share_bytes
 
 import rekindle
-from rekindle import models
-from rekindle.fx.cudagraph import Graphed
 from rekindle.fx.timing import Measurement, measure
 
 
@@ -60,7 +56,6 @@ CASES = {
 }
 EQUAL = [("bert-base", 16, "60%"), ("resnet50", 64, "60%"), ("gpt2", 4, "70%")]
 ALL = [*CASES, "setup", "equal"]
-DEVICE = torch.device("cuda")
 _SHOWN = (
     *("case", "way", "budget", "peak_of", "time_of", "target", "holds", "reserved_of_peak"),
     *("forecast_peak_ratio", "forecast_time_ratio", "seconds", "optimize_s", "equal", "model"),
@@ -72,35 +67,29 @@ def run_case(name: str) -> Iterator[dict[str, Any]]:
     """All rows of one case, as they come: the peers, then the planned steps."""
     case = CASES[name]
     head = {"case": name, "model": case.model, "batch": case.batch}
-    parts = _built(case.model, case.batch)
+    parts = built(case.model, case.batch)
     found = {"plain": _peer(parts, parts[1])}
-    yield {**head, "way": "plain", **_figures(found["plain"])}
+    yield {**head, "way": "plain", **figures(found["plain"])}
     start = time.perf_counter()
     found["torch.compile"] = _peer(parts, torch.compile(parts[1]))
     seconds = time.perf_counter() - start
-    yield {**head, "way": "torch.compile", **_figures(found["torch.compile"]), "seconds": seconds}
+    yield {**head, "way": "torch.compile", **figures(found["torch.compile"]), "seconds": seconds}
     torch._dynamo.reset()
     del parts
-    parts = _built(case.model, case.batch)
+    parts = built(case.model, case.batch)
     reference = found[case.against]
     profile = None
     for budget in (None, *case.targets):
         row, profile = _planned(parts, budget, reference, profile)
         target = None if budget is None else case.targets[budget]
         yield {**head, "of": case.against, "target": target, **row}
-    yield {**head, "way": "plain, again", **_figures(_peer(parts, parts[1]))}
+    yield {**head, "way": "plain, again", **figures(_peer(parts, parts[1]))}
     checkpoint_every_block(parts[1])
-    yield {**head, "way": "checkpoint every block", **_figures(_peer(parts, parts[1]))}
-
-
-def _built(name: str, batch: int) -> Any:
-    _settle()
-    work = models.build(name, batch=batch, precision="bf16", device="cuda")
-    return work.train_step, work.model, work.optimizer, work.batch
+    yield {**head, "way": "checkpoint every block", **figures(_peer(parts, parts[1]))}
 
 
 def _peer(parts: Any, model: Any) -> Measurement:
-    _settle()
+    settle()
     train_step, _, optimizer, batch = parts
     return measure(lambda: train_step(model, optimizer, batch), device=DEVICE, steps=8, warmup=3)
 
@@ -108,56 +97,14 @@ def _peer(parts: Any, model: Any) -> Measurement:
 def _planned(
     parts: Any, budget: str | None, reference: Measurement, profile: Any
 ) -> tuple[dict[str, Any], Any]:
-    _settle()
-    within = None if budget is None else int(float(budget[:-1]) / 100 * reference.peak_bytes)
-    start = time.perf_counter()
-    costs = None if within is None else profile
-    step = rekindle.optimize(*parts, budget=within, engine="inductor", profile=costs)
-    seconds = time.perf_counter() - start
-    for _ in range(3):
-        step(parts[3])
-    torch.cuda.synchronize()
-    runs = step.captured._first.engine
-    reserved = torch.cuda.memory_reserved()
-    found = measure(lambda: step(parts[3]), device=DEVICE, steps=8, warmup=1)
-    is_graphed = isinstance(runs, Graphed)
-    peak = max(found.peak_bytes, runs.peak_bytes if is_graphed else 0)
-    row = {
-        "way": "planned",
+    within = share_bytes(budget, reference.peak_bytes)
+    step, found, row = planned(parts, within, "inductor", profile)
+    row |= {
         "budget": budget or "none",
-        "budget_bytes": within,
-        "holds": within is None or peak <= within,
-        "reason": runs.reason if is_graphed else "no graphs",
-        "optimize_s": round(seconds, 2),
-        **_figures(found),
-        "peak_bytes": peak,
-        "reserved_bytes": reserved,
-        "reserved_of_peak": round(reserved / peak, 4),
-        "peak_of": round(peak / reference.peak_bytes, 4),
+        "peak_of": round(row["peak_bytes"] / reference.peak_bytes, 4),
         "time_of": round(found.step_us / reference.step_us, 4),
     }
-    trace = step.trace
-    if trace is not None:
-        row |= {
-            "forecast": {"peak_bytes": trace.peak_bytes, "step_us": trace.step_us},
-            "forecast_peak_ratio": round(trace.peak_bytes / peak, 4),
-            "forecast_time_ratio": round(trace.step_us / found.step_us, 4),
-        }
     return row, profile or step.plain_profile
-
-
-def _figures(found: Measurement) -> dict[str, Any]:
-    return {
-        "peak_bytes": found.peak_bytes,
-        "step_us": found.step_us,
-        "samples_us": list(found.samples_us),
-    }
-
-
-def _settle() -> None:
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
 
 
 def setup() -> Iterator[dict[str, Any]]:
@@ -178,7 +125,7 @@ def setup() -> Iterator[dict[str, Any]]:
 
 def first_step() -> None:
     """Optimize BERT-large for 65% of its memory and run one step; prints the seconds."""
-    parts = _built("bert-large", 32)
+    parts = built("bert-large", 32)
     start = time.perf_counter()
     step = rekindle.optimize(*parts, budget="65%", engine="inductor")
     seconds = time.perf_counter() - start
@@ -191,7 +138,7 @@ def equal(name: str, batch: int, budget: str) -> dict[str, Any]:
     """Whether a planned training ends with the unplanned one's bits, both compiled."""
     torch.use_deterministic_algorithms(True)
     try:
-        parts = _built(name, batch)
+        parts = built(name, batch)
         found = rekindle.verify(*parts, budget=budget, steps=4, engine="inductor")
     finally:
         torch.use_deterministic_algorithms(False)

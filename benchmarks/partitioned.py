@@ -9,7 +9,6 @@ that `torch.compile` was found to have. What partitioning takes is in `partition
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import subprocess
 import sys
@@ -18,16 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import ROOT, write
+from common import write
 from peers import checkpoint_every_block
-
-sys.path.insert(0, str(ROOT / "src"))
+from steps import DEVICE, built, figures, settle, share_bytes
 
 import rekindle
-from rekindle import models
 from rekindle.fx.timing import measure
 
-DEVICE = torch.device("cuda")
 SETTINGS = (0.7, 0.5, 0.3, 0.1)  # of torch's own knob
 # model, batch, and for each share of torch.compile's peak the most time it may take, of its
 CASES: dict[str, tuple[str, int, dict[str, float | None]]] = {
@@ -40,8 +36,7 @@ CASES: dict[str, tuple[str, int, dict[str, float | None]]] = {
 def run_way(name: str, way: str, budget_bytes: int | None) -> dict[str, Any]:
     """Build a model, change it in one way, and measure its step."""
     model_name, batch, _ = CASES[name]
-    work = models.build(model_name, batch=batch, precision="bf16", device="cuda")
-    model: Any = work.model
+    train_step, model, optimizer, data = built(model_name, batch)
     kind, _, setting = way.partition(" ")
     if kind == "checkpoint":
         checkpoint_every_block(model)
@@ -51,25 +46,19 @@ def run_way(name: str, way: str, budget_bytes: int | None) -> dict[str, Any]:
         model = torch.compile(model)
     elif kind == "rekindle":
         assert budget_bytes is not None
-        model = rekindle.compile(model, budget=budget_bytes, optimizer=work.optimizer)
-    gc.collect()
-    torch.cuda.empty_cache()
+        model = rekindle.compile(model, budget=budget_bytes, optimizer=optimizer)
+    settle()
     start = time.perf_counter()
-    work.train_step(model, work.optimizer, work.batch)
+    train_step(model, optimizer, data)
     torch.cuda.synchronize()
     row: dict[str, Any] = {"first_step_s": round(time.perf_counter() - start, 1)}
     found = measure(
-        lambda: work.train_step(model, work.optimizer, work.batch),
+        lambda: train_step(model, optimizer, data),
         device=DEVICE,
         steps=8,
         warmup=3,
     )
-    row |= {
-        "peak_bytes": found.peak_bytes,
-        "reserved_bytes": torch.cuda.memory_reserved(),
-        "step_us": found.step_us,
-        "samples_us": list(found.samples_us),
-    }
+    row |= {**figures(found), "reserved_bytes": torch.cuda.memory_reserved()}
     if kind == "rekindle":
         plans = [planned.plan for planned in model.plans]
         forecast = max(plan.peak_bytes for plan in plans)
@@ -106,7 +95,7 @@ def run_case(name: str, out: Path, rows: list[dict[str, Any]]) -> None:
     for setting in SETTINGS:
         _beside(run(f"torch.compile {setting}"), reference)
     for budget, target in budgets.items():
-        within = int(float(budget[:-1]) / 100 * reference["peak_bytes"])
+        within = share_bytes(budget, reference["peak_bytes"])
         _beside(run("rekindle", within, budget=budget, target=target), reference)
     for row in rows[-len(SETTINGS) - len(budgets) :]:
         shown = {k: v for k, v in row.items() if k not in ("samples_us", "case", "batch")}

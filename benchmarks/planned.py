@@ -13,7 +13,6 @@ deterministic algorithms and compares every bit.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import subprocess
 import sys
@@ -23,14 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import ROOT, write
+from common import write
 from peers import checkpoint_every_block
-
-sys.path.insert(0, str(ROOT / "src"))
+from steps import DEVICE, built, figures, planned, settle, share_bytes
 
 import rekindle
 from rekindle import models
-from rekindle.fx.cudagraph import Graphed
 from rekindle.fx.timing import Measurement, measure
 
 CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
@@ -50,7 +47,6 @@ ZOO = {
 }
 EQUAL = [("resnet50", 64, "50%"), ("bert-base", 32, "50%"), ("vit", 64, "50%"), ("gpt2", 4, "70%")]
 ALL = [*CASES, "equal", "zoo"]
-DEVICE = torch.device("cuda")
 
 
 def run_case(case: str, engines: list[str]) -> Iterator[dict[str, Any]]:
@@ -58,16 +54,16 @@ def run_case(case: str, engines: list[str]) -> Iterator[dict[str, Any]]:
     name, batch, budgets = CASES[case]
 
     def plainly(parts: Any) -> Measurement:
-        _settle()
+        settle()
         return measure(lambda: parts[0](*parts[1:]), device=DEVICE, steps=8, warmup=2)
 
-    plain = plainly(_built(name, batch))
+    plain = plainly(built(name, batch))
     reserved = torch.cuda.memory_reserved()
     head = {"case": case, "model": name, "batch": batch}
     share = round(reserved / plain.peak_bytes, 4)
-    yield {**head, "way": "plain", **_figures(plain), "reserved_of_peak": share}
-    _settle()
-    parts = _built(name, batch)  # anew: where optimizer state lies would be the plain step's doing
+    yield {**head, "way": "plain", **figures(plain), "reserved_of_peak": share}
+    settle()
+    parts = built(name, batch)  # anew: where optimizer state lies would be the plain step's doing
     captured = rekindle.capture(*parts)
     start = time.perf_counter()
     profile = rekindle.profile(captured, cache=False)
@@ -77,9 +73,9 @@ def run_case(case: str, engines: list[str]) -> Iterator[dict[str, Any]]:
         least = [_least_bytes(parts, engine, profile)] if batch < 32 else []
         for budget in (*budgets, None, *least):
             yield {**head, **_planned(parts, case, budget, engine, profile, plain)}
-    yield {**head, "way": "plain, again", **_figures(plainly(parts)), "profile_s": profile_s}
+    yield {**head, "way": "plain, again", **figures(plainly(parts)), "profile_s": profile_s}
     if name.startswith("bert"):
-        _settle()
+        settle()
         start = time.perf_counter()  # as a user calls it, with nothing measured before
         step = rekindle.optimize(*parts, budget=budgets[1], engine=engines[-1])
         step(parts[3])
@@ -88,7 +84,7 @@ def run_case(case: str, engines: list[str]) -> Iterator[dict[str, Any]]:
         del step
     checkpoint_every_block(parts[1])
     found = plainly(parts)
-    row = {**head, "way": "checkpoint every block", **_figures(found)}
+    row = {**head, "way": "checkpoint every block", **figures(found)}
     row["peak_of_plain"] = round(found.peak_bytes / plain.peak_bytes, 4)
     row["time_of_plain"] = round(found.step_us / plain.step_us, 4)
     yield row
@@ -112,11 +108,6 @@ _SHOWN = (
 )
 
 
-def _built(name: str, batch: int) -> Any:
-    work = models.build(name, batch=batch, precision="bf16", device="cuda")
-    return work.train_step, work.model, work.optimizer, work.batch
-
-
 def _least_bytes(parts: Any, engine: str, profile: Any) -> int:
     """A budget that can just be met, with the margin that plans leave."""
     try:
@@ -129,72 +120,26 @@ def _least_bytes(parts: Any, engine: str, profile: Any) -> int:
 def _planned(
     parts: Any, case: str, budget: str | int | None, engine: str, profile: Any, plain: Measurement
 ) -> dict[str, Any]:
-    _settle()
-    start = time.perf_counter()
-    within = budget
-    if isinstance(budget, str):
-        within = int(float(budget.rstrip("%")) / 100 * plain.peak_bytes)
-    costs = None if within is None else profile
-    step = rekindle.optimize(*parts, budget=within, engine=engine, profile=costs)
-    seconds = time.perf_counter() - start
-    for _ in range(3):
-        step(parts[3])
-    torch.cuda.synchronize()
-    runs = step.captured._first.engine
-    reserved = torch.cuda.memory_reserved()
-    found = measure(lambda: step(parts[3]), device=DEVICE, steps=8, warmup=1)
-    is_graphed = isinstance(runs, Graphed)
-    peak = max(found.peak_bytes, runs.peak_bytes if is_graphed else 0)
-    found_row = {
-        "way": "planned",
+    within = share_bytes(budget, plain.peak_bytes)
+    step, found, row = planned(parts, within, engine, profile)
+    return {
+        **row,
         "budget": budget if isinstance(budget, str) else "none" if budget is None else "least",
-        "engine": engine,
-        "reason": runs.reason if is_graphed else "",
-        "budget_bytes": step.budget_bytes,
-        "holds": within is None or peak <= within,
         "updates": sum(op.target == "rekindle.update" for op in step.graph.ops),
-        "optimize_s": round(seconds, 2),
-        **_figures(found),
-        "peak_bytes": peak,
-        "reserved_bytes": reserved,
-        "peak_of_plain": round(peak / plain.peak_bytes, 4),
+        "bound_us": step.plan and step.plan.bound_us,
+        "peak_of_plain": round(row["peak_bytes"] / plain.peak_bytes, 4),
         "time_of_plain": round(found.step_us / plain.step_us, 4),
         "target": TARGETS[case].get(str(budget)),
-        "reserved_of_peak": round(reserved / peak, 4),
     }
-    plan, trace = step.plan, step.trace
-    if plan is not None and trace is not None:
-        found_row |= {
-            "forecast": {"peak_bytes": trace.peak_bytes, "step_us": trace.step_us},
-            "bound_us": plan.bound_us,
-            "forecast_peak_ratio": round(trace.peak_bytes / peak, 4),
-            "forecast_time_ratio": round(trace.step_us / found.step_us, 4),
-        }
-    return found_row
-
-
-def _figures(found: Measurement) -> dict[str, Any]:
-    return {
-        "peak_bytes": found.peak_bytes,
-        "step_us": found.step_us,
-        "samples_us": list(found.samples_us),
-    }
-
-
-def _settle() -> None:
-    """What was there before must not count: drop it, and let the allocator forget it."""
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
 
 
 def without_budget(name: str, batch: int) -> dict[str, Any]:
     """The plain step and the same through `optimize`, with nothing dropped."""
     work = models.build(name, batch=batch, precision="bf16", device="cuda")
     parts = (work.train_step, work.model, work.optimizer, work.batch)
-    _settle()
+    settle()
     plain = measure(lambda: work.train_step(*parts[1:]), device=DEVICE, steps=12, warmup=3)
-    _settle()
+    settle()
     step = rekindle.optimize(*parts)
     for _ in range(3):
         step(work.batch)
@@ -203,8 +148,8 @@ def without_budget(name: str, batch: int) -> dict[str, Any]:
         "way": "without a budget",
         "model": name,
         "batch": batch,
-        "plain": _figures(plain),
-        "found": _figures(found),
+        "plain": figures(plain),
+        "found": figures(found),
         "peak_of_plain": round(found.peak_bytes / plain.peak_bytes, 4),
         "time_of_plain": round(found.step_us / plain.step_us, 4),
         "reserved_of_peak": round(torch.cuda.memory_reserved() / found.peak_bytes, 4),

@@ -1,6 +1,8 @@
 """Rekindle fits a PyTorch training step into the memory you have."""
 
-from rekindle.api import capture, compile, layout, optimize, plan, profile, simulate, verify
+from typing import TYPE_CHECKING, Any
+
+from rekindle.api import capture, layout, optimize, plan, profile, simulate, verify
 from rekindle.core.devices import Device, add_device
 from rekindle.core.fit import LargestBatch
 from rekindle.core.layout import Layout
@@ -20,6 +22,9 @@ from rekindle.errors import (
 from rekindle.fit import max_batch
 from rekindle.fx.step import CapturedStep
 from rekindle.train import TrainStep
+
+if TYPE_CHECKING:
+    from rekindle.dynamo import compile
 
 __version__ = "0.1.0"
 
@@ -52,3 +57,12 @@ __all__ = [
     "simulate",
     "verify",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import `compile` when it is first asked for: torch's compiler takes seconds to load."""
+    if name == "compile":
+        from rekindle.dynamo import compile
+
+        return compile
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

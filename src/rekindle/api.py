@@ -6,7 +6,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,9 +28,6 @@ from rekindle.fx.compare import compare
 from rekindle.fx.step import CapturedStep
 from rekindle.plan.named import find_planner
 from rekindle.train import TrainStep
-
-if TYPE_CHECKING:
-    from rekindle.dynamo import CompiledModel
 from rekindle.units import parse_budget
 
 
@@ -89,9 +86,9 @@ def optimize(
     `engine` is how the step runs: "python", generated code on any device; "cudagraph", its kernels
     launched by CUDA graphs from the second step on, where that can be done; "auto" picks.
     "inductor" compiles what lies between matrix products, convolutions and attention, which takes
-    a minute the first time and is the fastest; it rounds differently from the plain function, and
-    its dropout draws other masks, but a budget changes no bit of what it computes. `progress` is
-    told what is being compiled; without it, the log is.
+    a while the first time; it rounds differently from the plain function, and its dropout draws
+    other masks, but a budget changes no bit of what it computes. `progress` is told what is being
+    compiled; without it, the log is.
 
     >>> model = nn.Linear(4, 2)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -115,40 +112,6 @@ def optimize(
     arranger = Arranger(within, planner, profile, plan)
     parts = (train_step, model, optimizer, batch)
     return TrainStep(CapturedStep(*parts, arranger=arranger, engine=engine, progress=progress))
-
-
-def compile(
-    model: nn.Module,
-    *,
-    budget: int | str,
-    optimizer: torch.optim.Optimizer | None = None,
-    planner: str = "auto",
-    lower: str = "inductor",
-    dynamic: bool | None = None,
-    fullgraph: bool = False,
-    options: dict[str, Any] | None = None,
-) -> CompiledModel:
-    """Compile a model as `torch.compile` does, with training kept within a memory budget.
-
-    For loops that stay as they are: what is returned takes the model's place in them. The budget
-    ("8GiB", "60%" of what the compiled graph would need with nothing dropped, or bytes) bounds
-    parameters, gradients, optimizer state and what forward and backward pass hold. Without the
-    `optimizer`, its state is taken to be Adam's. A graph that cannot stay within the budget raises
-    InfeasibleBudget when it is first called. `lower="eager"` runs the planned graphs operator by
-    operator, where there is no compiler; `options` are Inductor's.
-    """
-    from rekindle.dynamo import compile as compile_model  # not before: torch's compiler takes time
-
-    return compile_model(
-        model,
-        budget=budget,
-        optimizer=optimizer,
-        planner=planner,
-        lower=lower,
-        dynamic=dynamic,
-        fullgraph=fullgraph,
-        options=options,
-    )
 
 
 def verify(

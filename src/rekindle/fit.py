@@ -75,24 +75,6 @@ def max_batch(
     True
     """
 
-    def at(batch: int) -> Parts:
-        return train_step, model, optimizer, make_batch(batch)
-
-    return largest_batch(
-        at, budget, device=device, planner=planner, at_least=at_least, progress=progress
-    )
-
-
-def largest_batch(
-    at: Callable[[int], Parts],
-    budget: int | str,
-    *,
-    device: str | None = None,
-    planner: str = "auto",
-    at_least: float | None = None,
-    progress: Callable[[str], None] | None = None,
-) -> LargestBatch:
-    """The same for parts that are made for each batch size: `at(n)` returns them."""
     if isinstance(budget, str) and budget.strip().endswith("%"):
         raise PlanError(f"a share of what? {budget!r} has no meaning here: give bytes, as in 16GiB")
     if at_least is not None and not 0 < at_least <= 1:
@@ -100,6 +82,10 @@ def largest_batch(
     budget_bytes = parse_budget(budget, 0)
     tell = progress or (lambda text: None)
     named = None if device is None else find_device(device)
+
+    def at(batch: int) -> Parts:
+        return train_step, model, optimizer, make_batch(batch)
+
     return _Search(at, budget_bytes, named, planner, tell).run(at_least)
 
 

@@ -20,9 +20,9 @@ from rekindle.cli.options import (
 )
 from rekindle.cli.output import new_console, working, write_json
 from rekindle.cli.work import Tell, check_can_run, is_named_gpu, named
-from rekindle.core.fit import Fit, LargestBatch
+from rekindle.core.fit import Fit
 from rekindle.errors import PlanError
-from rekindle.fit import Parts, largest_batch
+from rekindle.fit import Parts
 from rekindle.report.fit_report import fit_data, fit_summary
 from rekindle.report.words import percent
 from rekindle.units import format_bytes
@@ -51,20 +51,27 @@ def find_max_batch(
     share = _share(at_least)
     how: dict[str, Any] = {"precision": precision, "device": None if on_paper else device}
 
-    def at(batch: int) -> Parts:
-        work = models.load(model, batch=batch, **how)
-        return work.train_step, work.model, work.optimizer, work.batch
+    def make_batch(size: int) -> Any:
+        return models.load(model, batch=size, **how).batch
 
     with working(model, json) as tell, named(model):
-        found = largest_batch(
-            at,
-            budget,
+        tell("building the model")
+        work = models.load(model, **how)
+        objects = (work.train_step, work.model, work.optimizer)
+        found = rekindle.max_batch(
+            *objects,
+            make_batch,
+            budget=budget,
             device=device if on_paper else None,
             planner=planner or "auto",
             at_least=share,
             progress=tell,
         )
-        checks = _checked(found, at, budget, planner or "auto", tell) if check else []
+        fits = dict.fromkeys(fit for fit in (found.quick, found.planned) if check and fit)
+        checks = [
+            _check(fit, (*objects, make_batch(fit.batch)), budget, planner or "auto", tell)
+            for fit in fits
+        ]
     console = new_console(json)
     console.print(fit_summary(model, found))
     for each in checks:
@@ -87,14 +94,6 @@ def _share(text: str | None) -> float | None:
     if not 0 < share <= 1:
         raise PlanError(f"--at-least is a share of the plain step's speed, as in 95%, not {text!r}")
     return share
-
-
-def _checked(
-    found: LargestBatch, at: Any, budget: str, planner: str, tell: Tell
-) -> list[dict[str, Any]]:
-    """Run the largest planned batches once."""
-    fits = dict.fromkeys(fit for fit in (found.quick, found.planned) if fit is not None)
-    return [_check(fit, at(fit.batch), budget, planner, tell) for fit in fits]
 
 
 def _check(fit: Fit, parts: Parts, budget: str, planner: str, tell: Tell) -> dict[str, Any]:

@@ -34,6 +34,16 @@ def check_engine(name: str) -> None:
         raise RekindleError(f"there is no engine {name!r}: the engines are {', '.join(ENGINES)}.")
 
 
+def _new_fusing() -> Fusing | None:
+    """What compiles; None where torch comes without its compiler."""
+    try:
+        from rekindle.fx.inductor import Fusing  # not for others: it takes seconds to load
+    except ImportError as error:
+        log.warning("running without the compiler: %s", error)
+        return None
+    return Fusing()
+
+
 class EngineMaker:
     """Puts programs on an engine; they stay generated code where graphs cannot be had."""
 
@@ -47,9 +57,7 @@ class EngineMaker:
         self._recorder: Recorder | None = None
         self._fusing: Fusing | None = None
         if name == "inductor":
-            from rekindle.fx.inductor import Fusing  # not for others: torch's compiler takes time
-
-            self._fusing = Fusing()
+            self._fusing = _new_fusing()
         if name != "python" and device.type == "cuda":
             self._recorder = CudaRecorder(device)
         elif name == "cudagraph":

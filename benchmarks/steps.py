@@ -1,0 +1,89 @@
+"""What benchmarks of steps on a GPU share: how they are built and measured, and their figures."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from typing import Any
+
+import torch
+from common import ROOT
+
+sys.path.insert(0, str(ROOT / "src"))
+
+import rekindle
+from rekindle import models
+from rekindle.fx.cudagraph import Graphed
+from rekindle.fx.timing import Measurement, measure
+
+DEVICE = torch.device("cuda")
+
+
+def built(name: str, batch: int) -> Any:
+    """A model of the zoo as (train_step, model, optimizer, batch), with nothing else around."""
+    settle()
+    work = models.build(name, batch=batch, precision="bf16", device="cuda")
+    return work.train_step, work.model, work.optimizer, work.batch
+
+
+def settle() -> None:
+    """What was there before must not count: drop it, and let the allocator forget it."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+
+
+def figures(found: Measurement) -> dict[str, Any]:
+    """A measurement as data, with its raw samples."""
+    return {
+        "peak_bytes": found.peak_bytes,
+        "step_us": found.step_us,
+        "samples_us": list(found.samples_us),
+    }
+
+
+def share_bytes(budget: str | int | None, of_bytes: int) -> int | None:
+    """A budget in bytes; text is a share."""
+    if isinstance(budget, str):
+        return int(float(budget.rstrip("%")) / 100 * of_bytes)
+    return budget
+
+
+def planned(
+    parts: Any, within: int | None, engine: str, profile: Any
+) -> tuple[rekindle.TrainStep, Measurement, dict[str, Any]]:
+    """A step within a budget: itself, what it takes, and its row, forecast beside measured."""
+    settle()
+    start = time.perf_counter()
+    costs = None if within is None else profile
+    step = rekindle.optimize(*parts, budget=within, engine=engine, profile=costs)
+    seconds = time.perf_counter() - start
+    for _ in range(3):
+        step(parts[3])
+    torch.cuda.synchronize()
+    runs = step.captured._first.engine
+    reserved = torch.cuda.memory_reserved()
+    found = measure(lambda: step(parts[3]), device=DEVICE, steps=8, warmup=1)
+    is_graphed = isinstance(runs, Graphed)
+    peak = max(found.peak_bytes, runs.peak_bytes if is_graphed else 0)
+    row = {
+        "way": "planned",
+        "engine": engine,
+        "reason": runs.reason if is_graphed else "no graphs",
+        "budget_bytes": step.budget_bytes,
+        "holds": within is None or peak <= within,
+        "optimize_s": round(seconds, 2),
+        **figures(found),
+        "peak_bytes": peak,
+        "reserved_bytes": reserved,
+        "reserved_of_peak": round(reserved / peak, 4),
+    }
+    trace = step.trace
+    if trace is not None:
+        row |= {
+            "forecast": {"peak_bytes": trace.peak_bytes, "step_us": trace.step_us},
+            "forecast_peak_ratio": round(trace.peak_bytes / peak, 4),
+            "forecast_time_ratio": round(trace.step_us / found.step_us, 4),
+        }
+    return step, found, row
