@@ -2,18 +2,17 @@
 
     python benchmarks/compiled.py --out FILE [--case NAME]
 
-Each case runs in a process of its own. For each budget, a share of the peak of the plain step or of
-`torch.compile`'s: peak, reserved memory and time of the planned step, beside the forecast and the
-peers' in the same run. `setup` measures the time from the call of `optimize` to the end of the
-first step, with an empty compile cache and again in a new process with a full one; `equal` compares
-every bit of a planned training with an unplanned one, both compiled.
+Each case runs in a process of its own, and so does each peer. For each budget, a share of the peak
+of the plain step or of `torch.compile`'s: peak, reserved memory and time of the planned step,
+beside the forecast and the peers' in the same run. `setup` measures the time from the call of
+`optimize` to the end of the first step, with an empty compile cache and again in a new process with
+a full one; `equal` compares every bit of a planned training with an unplanned one, both compiled.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -25,10 +24,10 @@ from typing import Any, NamedTuple
 import torch
 from common import write
 from peers import checkpoint_every_block
-from steps import DEVICE, built, figures, planned, settle, share_bytes
+from steps import DEVICE, apart, built, figures, planned, share_bytes
 
 import rekindle
-from rekindle.fx.timing import Measurement, measure
+from rekindle.fx.timing import measure
 
 
 class Case(NamedTuple):
@@ -55,11 +54,12 @@ CASES = {
     ),
 }
 EQUAL = [("bert-base", 16, "60%"), ("resnet50", 64, "60%"), ("gpt2", 4, "70%")]
+PEERS = ("plain", "torch.compile", "checkpoint every block")
 ALL = [*CASES, "setup", "equal"]
 _SHOWN = (
     *("case", "way", "budget", "peak_of", "time_of", "target", "holds", "reserved_of_peak"),
     *("forecast_peak_ratio", "forecast_time_ratio", "seconds", "optimize_s", "equal", "model"),
-    *("reason", "step_us", "kinds", "largest_difference"),
+    *("reason", "step_us", "failed"),
 )
 
 
@@ -67,42 +67,46 @@ def run_case(name: str) -> Iterator[dict[str, Any]]:
     """All rows of one case, as they come: the peers, then the planned steps."""
     case = CASES[name]
     head = {"case": name, "model": case.model, "batch": case.batch}
-    parts = built(case.model, case.batch)
-    found = {"plain": _peer(parts, parts[1])}
-    yield {**head, "way": "plain", **figures(found["plain"])}
-    start = time.perf_counter()
-    found["torch.compile"] = _peer(parts, torch.compile(parts[1]))
-    seconds = time.perf_counter() - start
-    yield {**head, "way": "torch.compile", **figures(found["torch.compile"]), "seconds": seconds}
-    torch._dynamo.reset()
-    del parts
-    parts = built(case.model, case.batch)
+    found = {}
+    for way in PEERS:  # each apart: what is compiled holds on to its model
+        found[way] = apart(__file__, "--peer", way, "--case", name)
+        yield {**head, "way": way, **found[way]}
     reference = found[case.against]
+    if "failed" in reference:
+        return
+    parts = built(case.model, case.batch)
     profile = None
     for budget in (None, *case.targets):
         row, profile = _planned(parts, budget, reference, profile)
         target = None if budget is None else case.targets[budget]
         yield {**head, "of": case.against, "target": target, **row}
-    yield {**head, "way": "plain, again", **figures(_peer(parts, parts[1]))}
-    checkpoint_every_block(parts[1])
-    yield {**head, "way": "checkpoint every block", **figures(_peer(parts, parts[1]))}
+    yield {**head, "way": "plain, again", **apart(__file__, "--peer", "plain", "--case", name)}
 
 
-def _peer(parts: Any, model: Any) -> Measurement:
-    settle()
-    train_step, _, optimizer, batch = parts
-    return measure(lambda: train_step(model, optimizer, batch), device=DEVICE, steps=8, warmup=3)
+def peer(name: str, way: str) -> dict[str, Any]:
+    """The step as others run it."""
+    train_step, model, optimizer, batch = built(CASES[name].model, CASES[name].batch)
+    if way == "torch.compile":
+        model = torch.compile(model)
+    elif way == "checkpoint every block":
+        checkpoint_every_block(model)
+    start = time.perf_counter()
+    train_step(model, optimizer, batch)
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - start
+    found = measure(lambda: train_step(model, optimizer, batch), device=DEVICE, steps=8, warmup=3)
+    return {**figures(found), "seconds": seconds}
 
 
 def _planned(
-    parts: Any, budget: str | None, reference: Measurement, profile: Any
+    parts: Any, budget: str | None, reference: dict[str, Any], profile: Any
 ) -> tuple[dict[str, Any], Any]:
-    within = share_bytes(budget, reference.peak_bytes)
+    within = share_bytes(budget, reference["peak_bytes"])
     step, found, row = planned(parts, within, "inductor", profile)
     row |= {
         "budget": budget or "none",
-        "peak_of": round(row["peak_bytes"] / reference.peak_bytes, 4),
-        "time_of": round(found.step_us / reference.step_us, 4),
+        "peak_of": round(row["peak_bytes"] / reference["peak_bytes"], 4),
+        "time_of": round(found.step_us / reference["step_us"], 4),
     }
     return row, profile or step.plain_profile
 
@@ -112,15 +116,7 @@ def setup() -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "XDG_CACHE_HOME": folder}
         for way in ("cold", "warm"):
-            command = [sys.executable, __file__, "--first-step"]
-            done = subprocess.run(
-                command, env={**os.environ, **caches}, capture_output=True, text=True, check=False
-            )
-            lines = done.stdout.strip().splitlines()
-            if done.returncode or not lines:
-                yield {"case": "setup", "way": way, "failed": done.stderr[-2000:]}
-            else:
-                yield {"case": "setup", "way": way, **json.loads(lines[-1])}
+            yield {"case": "setup", "way": way, **apart(__file__, "--first-step", env=caches)}
 
 
 def first_step() -> None:
@@ -163,7 +159,11 @@ def main() -> None:
     parser.add_argument("--case", nargs="+", choices=ALL, default=ALL)
     parser.add_argument("--alone", action="store_true", help="one case, in this process")
     parser.add_argument("--first-step", action="store_true", help="what `setup` runs")
+    parser.add_argument("--peer", choices=PEERS, help="one peer of one case, in this process")
     given = parser.parse_args()
+    if given.peer:
+        print(json.dumps(peer(given.case[0], given.peer)))
+        return
     if given.first_step:
         first_step()
         return

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from typing import Any
 import torch
 from common import write
 from peers import checkpoint_every_block
-from steps import DEVICE, built, figures, settle, share_bytes
+from steps import DEVICE, apart, built, figures, settle, share_bytes
 
 import rekindle
 from rekindle.fx.timing import measure
@@ -78,13 +76,9 @@ def run_case(name: str, out: Path, rows: list[dict[str, Any]]) -> None:
     head = {"case": name, "batch": batch}
 
     def run(way: str, budget_bytes: int | None = None, **more: Any) -> dict[str, Any]:
-        command = [sys.executable, __file__, "--way", way, "--case", name]
-        command += [] if budget_bytes is None else ["--bytes", str(budget_bytes)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        lines = done.stdout.strip().splitlines()
-        failed = done.returncode or not lines
-        row = {"failed": done.stderr[-1500:]} if failed else json.loads(lines[-1])
-        row = {**head, "way": way, **more, **row}
+        within = () if budget_bytes is None else ("--bytes", str(budget_bytes))
+        found = apart(__file__, "--way", way, "--case", name, *within)
+        row = {**head, "way": way, **more, **found}
         rows.append(row)
         write(out, "partitioned", rows)
         return row
@@ -95,6 +89,8 @@ def run_case(name: str, out: Path, rows: list[dict[str, Any]]) -> None:
     for setting in SETTINGS:
         _beside(run(f"torch.compile {setting}"), reference)
     for budget, target in budgets.items():
+        if "failed" in reference:
+            break
         within = share_bytes(budget, reference["peak_bytes"])
         _beside(run("rekindle", within, budget=budget, target=target), reference)
     for row in rows[-len(SETTINGS) - len(budgets) :]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import json
+import os
+import subprocess
 import sys
 import time
 from typing import Any
@@ -48,6 +51,21 @@ def share_bytes(budget: str | int | None, of_bytes: int) -> int | None:
     if isinstance(budget, str):
         return int(float(budget.rstrip("%")) / 100 * of_bytes)
     return budget
+
+
+def apart(script: str, *arguments: str, env: dict[str, str] | None = None) -> dict[str, Any]:
+    """What a script prints as JSON in its last line, run in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, script, *arguments],
+        env={**os.environ, **(env or {})},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        return {"failed": done.stderr[-2000:]}
+    return dict(json.loads(lines[-1]))
 
 
 def planned(
