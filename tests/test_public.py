@@ -88,7 +88,7 @@ def test_exported_names() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_name_is_explained(name: str) -> None:
     """With a docstring of its own, not one that a base class or `dataclass` provides."""
-    text = vars(rekindle)[name].__doc__
+    text = getattr(rekindle, name).__doc__
     assert text
     assert not text.startswith(f"{name}(")
 
