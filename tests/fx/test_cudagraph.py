@@ -200,6 +200,48 @@ def test_other_batches_and_learning_rates_every_step(player: Player) -> None:
     assert len({float(ends[1][f"loss {i}"]) for i in range(6)}) == 6
 
 
+class Autocast(nn.Module):
+    """Casts what it reads; a second reader needs it as it was."""
+
+    def __init__(self, *, reads_twice: bool) -> None:
+        super().__init__()
+        self.inner = Block()
+        self.reads_twice = reads_twice
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = self.inner(x).float()
+        return y * x.sum() if self.reads_twice else y
+
+
+@pytest.mark.parametrize("reads_twice", [False, True])
+@pytest.mark.parametrize("budget", [None, "99%"])
+def test_a_batch_that_is_only_cast_is_held_as_it_is_used(
+    player: Player, reads_twice: bool, budget: str | None
+) -> None:
+    """Batches of other numbers are cast on their way, and the user's are left alone."""
+    ends = []
+    for way in ("plain", "captured"):
+        torch.manual_seed(0)
+        train, model, optimizer, batch = parts(Autocast(reads_twice=reads_twice))
+        if way == "captured":
+            step = rekindle.optimize(train, model, optimizer, batch, budget=budget)
+        torch.manual_seed(1)
+        losses = {}
+        for index in range(4):
+            other = torch.randn(16, 8)
+            before = other.clone()
+            loss = step(other) if way == "captured" else train(model, optimizer, other)
+            losses[f"loss {index}"] = loss.detach()
+            assert torch.equal(other, before)
+        ends.append({**state_of(model, optimizer), **losses})
+    assert differences(*ends) == []
+    capture = engine_of(step)._capture
+    assert capture is not None
+    is_cast = not reads_twice and budget is None  # a plan counts on a copy of the batch as it is
+    assert capture.batch[0].dtype == (torch.bfloat16 if is_cast else torch.float32)
+
+
 def test_work_on_the_host_lies_between_graphs(player: Player) -> None:
     assert compare(lambda: parts(Cut()), rekindle.optimize, steps=5).differences == ()
     assert len(player.graphs) > 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,20 +25,23 @@ def _deterministic() -> Iterator[None]:
 
 
 def trained(name: str, batch: int, **how: Any) -> tuple[rekindle.TrainStep, State]:
+    gc.collect()  # what was there before would count
     torch.manual_seed(0)
     work = models.build(name, batch=batch, precision="bf16", device="cuda")
     parts = (work.train_step, work.model, work.optimizer, work.batch)
     step = rekindle.optimize(*parts, engine="inductor", **how)
     torch.manual_seed(1)
     results = {f"result {i}": step(work.batch).detach().cpu() for i in range(4)}
-    return step, {**state_of(work.model, work.optimizer), **results}
+    ends = {**state_of(work.model, work.optimizer), **results}
+    return step, {name: value.cpu() for name, value in ends.items()}
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("name", "batch"), [("bert-base", 4), ("resnet18", 16), ("gpt2", 2)])
+@pytest.mark.parametrize(("name", "batch"), [("bert-base", 8), ("resnet18", 64), ("gpt2", 4)])
 def test_a_plan_changes_no_bit(name: str, batch: int) -> None:
     step, plain = trained(name, batch)
     assert step.captured.is_compiled
+    del step
     planned_step, planned = trained(name, batch, budget="75%")
     assert differences(plain, planned) == []
     engine = planned_step.captured._first.engine

@@ -173,6 +173,7 @@ def test_a_batch_far_larger_than_memory_is_captured() -> None:
     assert sum(step.graph.bytes_by_role().values()) > 100 * torch.cuda.mem_get_info()[1]
 
 
+@pytest.mark.filterwarnings("ignore:.*deterministic.*")
 @pytest.mark.parametrize("name", ["resnet18", "bert-tiny", "lstm"])
 def test_peak_is_that_of_the_plain_step(name: str) -> None:
     work = models.build(name, batch=32, precision="bf16", device="cuda")

@@ -34,6 +34,7 @@ from rekindle.fx.execute import Program
 from rekindle.fx.meters import clear_workspaces
 from rekindle.fx.needs import Needs
 from rekindle.fx.parts import Part, split
+from rekindle.fx.static_batch import StaticBatch, like
 from rekindle.fx.tape import Kind
 
 log = logging.getLogger("rekindle")
@@ -254,11 +255,16 @@ class Graphed:
         elif n_graphs > _MOST_GRAPHS:
             self.reason = self.reason or "work on the host cuts the step into too many parts"
         self._random = Randomness(program, self._parts)
-        functions = self._random.functions
         graph, plan, profile = self._known
+        # a plan counts on a copy of the batch as it is
+        batch = StaticBatch(recording, listing, self._parts, may_cast=plan is None)
+        self._static_batch = batch
+        functions = batch.functions(self._random.functions)
         self._steered: Steered | None = None
         if graph is not None and not self.reason:
-            self._steered = Steered(Needs(program, self._parts, graph, plan, profile))
+            outside = set(batch.casts.values())
+            needs = Needs(program, self._parts, graph, plan, profile, made_outside=outside)
+            self._steered = Steered(needs)
             functions = self._steered.functions(functions)
         self._functions = {
             part: program.compile(
@@ -270,12 +276,6 @@ class Graphed:
             for part in self._parts
         }
         in_graphs = [part for part in self._parts if part.is_graph]
-        read = {arg for part in in_graphs for node in part.nodes for arg in node.all_input_nodes}
-        self._batch_read = [
-            index
-            for index, node in enumerate(recording.batch_nodes)
-            if listing.renamed[node] in read
-        ]
         self._outside = {n for part in self._parts if not part.is_graph for n in part.leaving}
         self._copied = self._results_in_graphs({n for part in in_graphs for n in part.leaving})
         made = {node for part in self._parts for node in part.leaving}
@@ -325,8 +325,8 @@ class Graphed:
                 self.give_up("parameters, buffers or gradients move again and again")
                 return None
             self._recorder.peak_bytes()
-            own = {index: _like(batch[index]) for index in self._batch_read}
-            capture = _Capture(pointers, self._numbers(), own)
+            room = self._static_batch.room_for(batch)
+            capture = _Capture(pointers, self._numbers(), room)
         with torch.no_grad():
             for index, tensor in capture.batch.items():
                 tensor.copy_(batch[index])
@@ -343,7 +343,7 @@ class Graphed:
         """A part's results from its graph, which is captured first where there is none."""
         if part not in capture.parts:
             copied = [n for n in part.entering if n in self._outside and _is_tensor(values[n])]
-            inputs = {node: _like(values[node]) for node in copied}
+            inputs = {node: like(values[node]) for node in copied}
             own = [capture.batch.get(index, each) for index, each in enumerate(batch)]
             entering = [inputs.get(node, values[node]) for node in part.entering]
 
@@ -436,9 +436,3 @@ def _same(a: list[Any], b: list[Any]) -> bool:
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
-
-
-def _like(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-    )

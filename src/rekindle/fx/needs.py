@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 
 import numpy as np
 from torch import fx
@@ -39,8 +40,12 @@ class Needs:
         graph: StepGraph,
         plan: Plan | None,
         profile: Profile | None,
+        made_outside: AbstractSet[fx.Node] = frozenset(),
     ) -> None:
-        """`plan` is what the program was rewritten by, if anything; `graph` is of the plan."""
+        """`plan` is what the program was rewritten by, if anything; `graph` is of the plan.
+
+        What nodes of `made_outside` stand for is there before the graph runs.
+        """
         self._nbytes: list[int] = []
         self.pieces_of: defaultdict[fx.Node, list[int]] = defaultdict(list)
         self.last_before_unknown: set[fx.Node] = set()
@@ -51,6 +56,7 @@ class Needs:
         self._graph = graph
         listing = program.listing
         self._captured = {node for part in parts if part.is_graph for node in part.nodes}
+        self._captured -= made_outside
         self._calls = self._captured & listing.optimizer_calls.keys()
         origin = {node: place for node, place in listing.origin.items() if node in self._captured}
         if not listing.origin:  # the step as it was recorded: nodes have the names of their ops
