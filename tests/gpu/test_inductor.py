@@ -33,7 +33,7 @@ def trained(name: str, batch: int, **how: Any) -> tuple[rekindle.TrainStep, Stat
     torch.manual_seed(1)
     results = {f"result {i}": step(work.batch).detach().cpu() for i in range(4)}
     ends = {**state_of(work.model, work.optimizer), **results}
-    return step, {name: value.cpu() for name, value in ends.items()}
+    return step, {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in ends.items()}
 
 
 @pytest.mark.filterwarnings("ignore")
