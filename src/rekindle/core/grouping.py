@@ -7,6 +7,7 @@ between their places in it alone.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Sequence
 
 
@@ -83,3 +84,42 @@ class Groups:
             self._before[following] = (self._before[following] - {b}) | {a}
         self._before[a] = (self._before[a] | self._before[b]) - {a, b}
         self._after[a] = (self._after[a] | self._after[b]) - {a, b}
+
+
+def needed_by(needs: Sequence[Iterable[int]], op: int) -> set[int]:
+    """All that an op needs, and what that needs.
+
+    >>> sorted(needed_by([[], [0], [], [1]], 3))
+    [0, 1]
+    """
+    found: set[int] = set()
+    stack = list(needs[op])
+    while stack:
+        each = stack.pop()
+        if each not in found:
+            found.add(each)
+            stack.extend(needs[each])
+    return found
+
+
+def in_order(needs: Sequence[Iterable[int]]) -> list[int]:
+    """All ops, each behind what it needs, and otherwise in their order.
+
+    >>> in_order([[2], [], []])
+    [1, 2, 0]
+    """
+    waits = [set(each) for each in needs]
+    after: list[list[int]] = [[] for _ in needs]
+    for op, each in enumerate(waits):
+        for needed in each:
+            after[needed].append(op)
+    ready = [op for op, each in enumerate(waits) if not each]  # in order, so a heap
+    found: list[int] = []
+    while ready:
+        op = heapq.heappop(ready)
+        found.append(op)
+        for follower in after[op]:
+            waits[follower].discard(op)
+            if not waits[follower]:
+                heapq.heappush(ready, follower)
+    return found

@@ -38,6 +38,7 @@ _SETTINGS = {
     "comprehensive_padding": False,
 }
 _LONGEST_NAME = 60
+_WRITING = (batch_statistics, torch.ops.aten.copy_.default)
 
 
 class Fused:
@@ -50,7 +51,7 @@ class Fused:
         self.__name__ = name
         self.on_fakes = fx.GraphModule(torch.nn.Module(), graph)
         self._forms = forms
-        self._writes = any(node.target is batch_statistics for node in graph.nodes)
+        self._writes = any(node.target in _WRITING for node in graph.nodes)
         self._code: Callable[..., Any] | None = None
 
     def __call__(self, *args: torch.Tensor | None) -> Any:
