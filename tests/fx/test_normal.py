@@ -25,6 +25,7 @@ from uncompiled import (
     train,
 )
 
+from rekindle.fx import halves
 from rekindle.fx import normal as normal_module
 from rekindle.fx.compare import State
 from rekindle.fx.normal import normalized
@@ -688,3 +689,16 @@ def test_other_products_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         return square, model, momentum(model), [whole_numbers(5, 5)]
 
     trains_the_same(make, grouped_for_gpu, steps=1, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+def test_the_gradient_of_scores_needs_no_sum_over_classes(reduction: int) -> None:
+    """The same as the two operators in turn, with a label that is ignored."""
+    scores = torch.randn(6, 5).double().log_softmax(1)
+    target = torch.tensor([0, 4, 2, -100, 1, 3])
+    grad = torch.rand(6).double() if reduction == 0 else torch.rand(()).double()
+    total = torch.tensor(5.0).double()
+    of_loss = aten.nll_loss_backward(grad, scores, target, None, reduction, -100, total)
+    expected = aten._log_softmax_backward_data(of_loss, scores, 1, torch.double)
+    args = (target, -100, total, reduction, torch.double)
+    torch.testing.assert_close(halves.scores_gradient(scores, grad, *args), expected)

@@ -33,7 +33,7 @@ def classifier(classes: int = 50) -> Parts:
 
 def test_the_gradient_of_a_loss_lies_over_the_logits() -> None:
     recording, _ = fused_step(classifier())
-    (loss,) = [call for call in groups(recording) if halves.class_gradient in targets(call)]
+    (loss,) = [call for call in groups(recording) if halves.scores_gradient in targets(call)]
     (place,) = loss.writes
     maker = next(call for call in recording.tape.calls if place in call.results)
     assert maker.node.target is aten.addmm.default
@@ -55,7 +55,7 @@ def test_so_it_does_where_the_product_was_padded(monkeypatch: pytest.MonkeyPatch
 
     with no_compiler():
         recording = grouped_for_gpu(recorded(make()))
-    (loss,) = [call for call in groups(recording) if halves.class_gradient in targets(call)]
+    (loss,) = [call for call in groups(recording) if halves.scores_gradient in targets(call)]
     assert [recording.tape.metas[node].shape for node in loss.writes] == [(16, 504)]
     assert_close(train(make(), grouped_for_gpu), train(make(), grouped), rtol=0.05, atol=0.01)
 

@@ -41,7 +41,12 @@ KEEP_LONG_STATISTICS = frozenset(
     )
 )
 _OTHER_HALVES = (halves.log_sum_exp, halves.normalized_backward, halves.class_gradient)
-_SIMPLE_HALVES = frozenset((halves.draw_mask, halves.keep_masked, halves.normalized, halves.minus))
+_SIMPLE_HALVES = frozenset(
+    (
+        *(halves.draw_mask, halves.keep_masked, halves.normalized, halves.minus),
+        halves.scores_gradient,
+    )
+)
 
 
 def is_simple(target: Any) -> bool:

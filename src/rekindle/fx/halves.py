@@ -113,12 +113,36 @@ def class_gradient(
 
     `reduction` is 0 for none, 1 for the mean over `total`, 2 for the sum.
     """
-    each = -grad / total if reduction == 1 else -grad
-    if reduction == 0:
-        each = each.unsqueeze(1)
+    each = _gradient_of_each(grad, total, reduction)
     classes = torch.arange(shape[1], device=target.device)
     is_meant = (classes == target.unsqueeze(1)) & (target != ignored).unsqueeze(1)
     return torch.where(is_meant, each, torch.zeros_like(each))
+
+
+def scores_gradient(
+    scores: Tensor,
+    grad: Tensor,
+    target: Tensor,
+    ignored: int,
+    total: Tensor,
+    reduction: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """What log-softmax makes of a class gradient, given what it has returned.
+
+    It subtracts the sum of each row, and of a row only one class was meant, if any.
+    """
+    each = _gradient_of_each(grad, total, reduction)
+    counts = ((target != ignored) & (target >= 0) & (target < scores.shape[1])).unsqueeze(1)
+    row = torch.where(counts, each, torch.zeros_like(each))
+    gradient = class_gradient(grad, target, list(scores.shape), ignored, total, reduction)
+    return (gradient - scores.exp() * row).to(dtype)
+
+
+def _gradient_of_each(grad: Tensor, total: Tensor, reduction: int) -> Tensor:
+    """The gradient of the class that was meant: for all rows, or of each."""
+    each = -grad / total if reduction == 1 else -grad
+    return each.unsqueeze(1) if reduction == 0 else each
 
 
 def in_order(tensor: Tensor, stride: list[int]) -> Tensor:

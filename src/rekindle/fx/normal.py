@@ -108,6 +108,8 @@ class _Normal:
             self._log_softmax(call)
         elif target is aten.nll_loss_backward.default and self._is_of_rows(call):
             self._class_gradient(call)
+        elif target is aten._log_softmax_backward_data.default and self._is_of_classes(call):
+            self._scores_gradient(call)
         elif target in _CONVOLUTIONS and self._has_channels_last(call):
             self._convolution(call)
         elif target in _PRODUCTS and self._is_misaligned(call):
@@ -274,6 +276,20 @@ class _Normal:
         made = self._emit(
             halves.class_gradient, (grad, target, shape, ignored, total, reduction), call
         )
+        self.build.follow(call, made)
+
+    def _is_of_classes(self, call: Call) -> bool:
+        """Whether what a log-softmax is given back is a class gradient."""
+        grad, dim = call.node.args[0], call.node.args[2]
+        assert isinstance(grad, fx.Node)
+        return self.lead[grad].target is halves.class_gradient and dim in (1, -1)
+
+    def _scores_gradient(self, call: Call) -> None:
+        """Without a sum over all classes."""
+        args: list[Any] = list(fx.map_arg(call.node.args, self.lead.__getitem__))
+        class_gradient, scores, _, dtype = args
+        grad, target, _, *how = class_gradient.args
+        made = self._emit(halves.scores_gradient, (scores, grad, target, *how, dtype), call)
         self.build.follow(call, made)
 
     def _has_channels_last(self, call: Call) -> bool:

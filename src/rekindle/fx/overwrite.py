@@ -72,8 +72,6 @@ class Path:
         if call.target is aten.constant_pad_nd.default:
             pads: Any = call.args[1]
             return pads[0] == 0 and not any(pads[2:])
-        if call.target is aten._log_softmax_backward_data.default:
-            return args == [call.args[1]]  # of the gradient, sums are taken
         return is_simple(call.target) and all(self._shape(a) == self._shape(node) for a in args)
 
     def _have_one_form(self, output: fx.Node) -> bool:
