@@ -4,6 +4,10 @@
 
 Every way of every case runs in a process of its own. Budgets of Rekindle are shares of the peak
 that `torch.compile` was found to have. What partitioning takes is in `partition_s`.
+
+With `--compile-first`, all ways are compiled first, several at a time, and thrown away but for the
+compiler's cache on disk, so that those that are measured start quickly. What was tuned by running
+kernels beside others is forgotten, and tuned again.
 """
 
 from __future__ import annotations
@@ -11,6 +15,8 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +24,12 @@ import torch
 from common import write
 from peers import checkpoint_every_block
 from steps import DEVICE, apart, built, figures, settle, share_bytes
+from torch._inductor.runtime.runtime_utils import cache_dir
 
 import rekindle
 from rekindle.fx.timing import measure
 
+_AT_ONCE = 6  # the largest take 40 GB each; two of them at most, as they are in turns
 SETTINGS = (0.7, 0.5, 0.3, 0.1)  # of torch's own knob
 # model, batch, and for each share of torch.compile's peak the most time it may take, of its
 CASES: dict[str, tuple[str, int, dict[str, float | None]]] = {
@@ -99,6 +107,34 @@ def run_case(name: str, out: Path, rows: list[dict[str, Any]]) -> None:
     write(out, "partitioned", rows)
 
 
+def compile_first(names: list[str]) -> None:
+    """Fill the compiler's cache with all that the cases need."""
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        found = pool.map(lambda name: _compiled(name, "torch.compile"), names)
+        peaks = {name: row.get("peak_bytes") for name, row in zip(names, found, strict=True)}
+        ways: list[tuple[str, str, int | None]] = [
+            (name, f"torch.compile {setting}", None) for setting in SETTINGS for name in names
+        ]
+        for budgets in zip_longest(*(CASES[name][2] for name in names)):
+            ways += [
+                (name, "rekindle", share_bytes(budget, peaks[name]))
+                for name, budget in zip(names, budgets, strict=True)
+                if budget and peaks[name]
+            ]
+        for _ in pool.map(lambda way: _compiled(*way), ways):
+            pass
+    for tuned in Path(cache_dir()).rglob("*.best_config"):
+        tuned.unlink()
+
+
+def _compiled(name: str, way: str, budget_bytes: int | None = None) -> dict[str, Any]:
+    start = time.perf_counter()
+    within = () if budget_bytes is None else ("--bytes", str(budget_bytes))
+    row = apart(__file__, "--way", way, "--case", name, *within)
+    print(f"compiled {name}, {way}, in {time.perf_counter() - start:.0f} s", flush=True)
+    return row
+
+
 def _beside(row: dict[str, Any], reference: dict[str, Any]) -> None:
     """Add a row's figures as shares of `torch.compile`'s."""
     if "failed" not in row and "failed" not in reference:
@@ -112,10 +148,15 @@ def main() -> None:
     parser.add_argument("--case", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--way", help="one way of one case, in this process")
     parser.add_argument("--bytes", type=int)
+    parser.add_argument(
+        "--compile-first", action="store_true", help="several at a time, unmeasured"
+    )
     given = parser.parse_args()
     if given.way:
         print(json.dumps(run_way(given.case[0], given.way, given.bytes)))
         return
+    if given.compile_first:
+        compile_first(given.case)
     rows: list[dict[str, Any]] = []
     for name in given.case:
         run_case(name, given.out, rows)
