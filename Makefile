@@ -21,7 +21,7 @@ define venv
        && $(PYTHON) -m pip --python $(1)/bin/python install --quiet pip; }
 endef
 
-.PHONY: setup demo test fuzz lint typecheck test-newest bench clean
+.PHONY: setup demo test fuzz lint typecheck test-newest bench experiments clean
 
 setup: .venv/.stamp
 
@@ -49,9 +49,13 @@ test-newest: .venv-newest/.stamp
 bench: setup
 	$(PY) benchmarks/replay.py
 
+# docs/experiments.md and its figures, from the results that are there; nothing is measured.
+experiments: setup
+	$(PY) -m experiments.document
+
 clean:
 	rm -rf build dist rekindle-demo .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
-	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests benchmarks experiments -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/.stamp: requirements.txt pyproject.toml
 	$(call venv,.venv)

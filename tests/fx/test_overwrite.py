@@ -13,12 +13,14 @@ from fx.test_fuse import fused_step, groups, images, targets, train_step, transf
 from torch import Tensor, nn
 from uncompiled import Parts, assert_close, grouped, grouped_for_gpu, no_compiler, recorded, train
 
-from rekindle.core.ir import Role
+from rekindle.core.dataflow import dataflow
+from rekindle.core.ir import CAST_TARGET, Role
 from rekindle.fx import halves, normal
 from rekindle.fx.again import Again
 from rekindle.fx.lift import lift
 from rekindle.fx.normal import normalized
 from rekindle.fx.rebuild import Builder
+from rekindle.fx.together import cast
 from rekindle.fx.units import Units
 
 aten = torch.ops.aten
@@ -160,3 +162,31 @@ def test_what_the_step_returns_is_not_made_late() -> None:
         train((returns_hidden, *classifier()[1:]), grouped),
         train((returns_hidden, *classifier()[1:]), None),
     )
+
+
+def test_short_parameters_are_cast_in_one_call() -> None:
+    """Biases, all at once and first; weights each where it is used, for plans to drop."""
+
+    def make() -> Parts:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 8))
+        batch = (torch.randn(16, 256), torch.randint(0, 8, (16,)))
+        return short_step, model, torch.optim.SGD(model.parameters(), lr=0.1), [batch]
+
+    def short_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = F.cross_entropy(model(batch[0]), batch[1])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    recording, _ = fused_step(make())
+    together = [call for call in recording.tape.calls if call.node.target is cast]
+    assert [len(call.results) for call in together] == [3]  # two biases, and a short weight
+    graph = lift(recording)
+    (op,) = [op for op in graph.ops if op.target == CAST_TARGET]
+    assert dataflow(graph).refusals[op.index] == "does what several ops do"
+    single = [op for op in graph.ops if op.target == "aten._to_copy.default"]
+    assert (256, 256) in [graph.values[op.outputs[0]].shape for op in single]
+    assert_close(train(make(), grouped), train(make(), None), rtol=0.05, atol=0.01)

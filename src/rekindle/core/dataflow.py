@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rekindle.core.ir import FUSED_PREFIX, TOGETHER_TARGET, Op, Phase, StepGraph
+from rekindle.core.ir import CAST_TARGET, FUSED_PREFIX, TOGETHER_TARGET, Op, Phase, StepGraph
 
 # Batch norms that update running statistics normalise by the batch's own mean and variance: what
 # they compute does not depend on the state they change, and a copy leaves that state alone.
@@ -132,7 +132,7 @@ def _refusal(
 ) -> str | None:
     if op.is_view:
         return None  # computes nothing: another look at a storage
-    if op.target == TOGETHER_TARGET:
+    if op.target in (TOGETHER_TARGET, CAST_TARGET):
         return "does what several ops do"
     if op.target.startswith("rekindle.") and not op.target.startswith(FUSED_PREFIX):
         return "reads or sets a random generator's state"

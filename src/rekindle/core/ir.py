@@ -70,6 +70,9 @@ UPDATE_TARGET = "rekindle.update"
 TOGETHER_TARGET = "rekindle.together"
 """The target of an op that does at once what several captured ops of one kind do."""
 
+CAST_TARGET = "rekindle.cast"
+"""The target of a captured op that casts several tensors at once."""
+
 FUSED_PREFIX = "rekindle.fused_"
 """How the target of a compiled group of captured ops starts: a function of tensors."""
 

@@ -29,13 +29,15 @@ from rekindle.fx.inductor import Fusing
 from rekindle.fx.overwrite import Path
 from rekindle.fx.rebuild import Builder
 from rekindle.fx.recording import Recording
-from rekindle.fx.tape import Call, OptimizerCall
+from rekindle.fx.tape import Call, Kind, OptimizerCall
+from rekindle.fx.together import cast
 from rekindle.fx.units import Units
 
 aten = torch.ops.aten
 
 _MOST_MEMBERS = 64
 _MOST_READ = 6  # times the bytes of its largest tensor: what a group reads from others
+_SHORT_BYTES = 1 << 16
 _SOON = 4  # groups: what is not touched for longer, a plan may want to drop
 
 
@@ -78,12 +80,16 @@ class _Fuse:
         self.ends = {self.units.root(node) for node in ends}
         self.again = Again(self.units, self.ends)
         self.calls = self.again.order
+        self.params = {entry.node for entry in self.tape.entries if entry.kind is Kind.PARAM}
 
     def run(self) -> Recording:
         groups = self._groups()
         insides = self._insides(groups)
+        casts = self._cast_together(groups)
         for group in groups.order():
             members = [self.calls[i] for i in groups.members[group]]
+            if members[0].node in casts:
+                continue
             if group in insides:
                 self._emit(members, insides[group])
             elif self._is_as_recorded(members):
@@ -96,6 +102,36 @@ class _Fuse:
                 self._keep(call)
         self._want(self.recording.outputs)
         return self.build.finish()
+
+    def _cast_together(self, groups: Groups) -> set[fx.Node]:
+        """Cast short parameters in one call, first of all: each cast would be a kernel to start.
+
+        Returns the calls that are not to be made any more.
+        """
+        kinds: dict[Any, list[Call]] = {}
+        for index, *others in groups.members.values():
+            call = self.calls[index]
+            if not others and self._is_short_cast(call):
+                kinds.setdefault(call.node.kwargs["dtype"], []).append(call)
+        for dtype, calls in kinds.items():
+            leads = [self.build.lead[call.node.all_input_nodes[0]] for call in calls]
+            made = self.build.emit(cast, (leads, dtype), {}, calls[0], writes=[])
+            for call, result in zip(calls, made.results, strict=True):
+                self.build.lead[call.node] = result
+        return {call.node for calls in kinds.values() for call in calls}
+
+    def _is_short_cast(self, call: Call) -> bool:
+        """Whether a call of the forward pass casts a short parameter."""
+        node = call.node
+        is_cast = node.target is aten._to_copy.default and node.kwargs.keys() == {"dtype"}
+        return (
+            is_cast
+            and node.all_input_nodes[0] in self.params
+            and self.units.nbytes(node.all_input_nodes[0]) <= _SHORT_BYTES
+            and not call.in_backward
+            and node in self.units.fusible
+            and self._is_as_recorded([call])
+        )
 
     def _groups(self) -> Groups:
         """Merge what passes the most bytes first."""

@@ -1,0 +1,144 @@
+"""Runs each task in a process of its own, for so long and no longer.
+
+A process gets what is asked for in a file and leaves its answer in another; what it has found so
+far is there, too, should it be stopped. While one works, the next has its imports done already: a
+GPU's time is dear.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any, NamedTuple, Self
+
+from experiments import ROOT
+from experiments.tasks import DONE, FAILED, UNFINISHED, Row, Task
+from rekindle.cli.sweep_case import write_atomically
+
+Answer = dict[str, Any]
+_REQUEST, _ANSWER = "request.json", "answer.json"
+_IMPORTED = (
+    "experiments.kinds",
+    "torchvision.models",
+    "transformers.models.bert.modeling_bert",
+)
+_TAIL = 1500  # characters of what a process said that is kept where it failed
+
+
+class _Worker(NamedTuple):
+    """A process that waits for a task, and what it says."""
+
+    process: subprocess.Popen[bytes]
+    log: IO[bytes]
+
+    def end(self) -> str:
+        """Stop the process, if it has not ended by itself; its exit code and last words."""
+        assert self.process.stdin is not None
+        self.process.kill()
+        code = self.process.wait()
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()
+        with self.log:
+            self.log.seek(0)
+            said = self.log.read()[-_TAIL:].decode(errors="replace").strip()
+        return f"ended with code {code}: {said}"
+
+
+class Runner:
+    """Does tasks, one after the other: each in a process of its own, or all in this one."""
+
+    def __init__(self, *, alone: bool = True) -> None:
+        self._alone = alone
+        self._next: _Worker | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._next is not None:
+            self._next.end()
+
+    def perform(self, task: Task, before: Row | None, limit_s: float) -> Answer:
+        """What came of a task, and the seconds it took."""
+        kept = before["found"] if before and before["status"] == UNFINISHED else None
+        request = {"kind": task.kind, "settings": dict(task.settings), "before": kept}
+        start = time.perf_counter()
+        if self._alone:
+            answer = self._apart(request, limit_s)
+        else:
+            answer = _answer(request, lambda found: None)
+        return {**answer, "seconds": round(time.perf_counter() - start, 1)}
+
+    def _apart(self, request: dict[str, Any], limit_s: float) -> Answer:
+        worker, self._next = self._next or _start(), _start()
+        with tempfile.TemporaryDirectory() as text:
+            write_atomically(Path(text) / _REQUEST, request)
+            try:
+                _hand_over(worker, text, limit_s)
+            finally:
+                how = worker.end()
+            answer = Path(text) / _ANSWER
+            if answer.exists():
+                return dict(json.loads(answer.read_text(encoding="utf-8")))
+        return {"status": FAILED, "message": how}
+
+
+def _start() -> _Worker:
+    log = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the process
+    command = [sys.executable, "-m", "experiments.alone"]
+    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=log, stderr=log)
+    return _Worker(process, log)
+
+
+def _hand_over(worker: _Worker, folder: str, limit_s: float) -> None:
+    """Tell a process where its task is, and wait until it is done or its time is over."""
+    assert worker.process.stdin is not None
+    with suppress(BrokenPipeError):  # it has ended already, and has said why
+        worker.process.stdin.write(f"{folder}\n".encode())
+        worker.process.stdin.close()
+    with suppress(subprocess.TimeoutExpired):
+        worker.process.wait(limit_s)
+
+
+def _answer(request: dict[str, Any], save: Callable[[Answer], None]) -> Answer:
+    """What a task finds, or what went wrong."""
+    from experiments.kinds import KINDS  # not above: the process that waits needs none of it
+
+    def save_part(found: dict[str, Any]) -> None:
+        save({"status": UNFINISHED, "found": found})
+
+    try:
+        found = KINDS[request["kind"]](request["settings"], request["before"], save_part)
+    except Exception as error:
+        said = "".join(traceback.format_exception(error))[-_TAIL:]
+        return {"status": FAILED, "message": f"{type(error).__name__}: {error}", "traceback": said}
+    return {"status": found.get("status", DONE), "found": found}
+
+
+def main() -> None:
+    """Have all imports done, and answer the request in the folder that the first line names."""
+    for module in _IMPORTED:
+        with suppress(ImportError):
+            importlib.import_module(module)
+    told = sys.stdin.readline().strip()
+    if not told:
+        return  # nobody needs this process any more
+    folder = Path(told)
+    request = json.loads((folder / _REQUEST).read_text(encoding="utf-8"))
+
+    def save(answer: Answer) -> None:
+        write_atomically(folder / _ANSWER, answer)
+
+    save(_answer(request, save))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""Collects one piece of the experiments, and writes what it finds as JSON.
+
+    python -m experiments.collect --list
+    python -m experiments.collect --piece NAME --out FOLDER [--seconds 570] [--config h200]
+
+Every task runs in a process of its own. The file is written after each of them, and what is in it,
+or in the file of the same name under `experiments/results`, is not run again: a call that was
+stopped is simply repeated. No task is begun that would not end within `--seconds`. `COMMIT` in the
+environment names the commit where there is no git. To measure anew, delete the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from experiments import RESULTS, ROOT
+from experiments.alone import Runner
+from experiments.config import CONFIGS, Config
+from experiments.pieces import pieces
+from experiments.tasks import DONE, Piece, Row, Rows, is_final, key_of
+
+SCHEMA = 1
+USUAL_S = 570.0
+
+
+def collect(
+    piece: Piece, config: Config, out: Path, *, seconds: float = USUAL_S, alone: bool = True
+) -> bool:
+    """Do what is left of a piece; whether all of it is there now."""
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f"{piece.name}.json"
+    rows: dict[str, Row] = dict(_kept(piece, config, out))
+    head = {"schema": SCHEMA, "experiment": piece.name, "config": config.name, **environment()}
+    end = time.monotonic() + seconds
+
+    def rows_of(name: str) -> Rows:
+        here = out / f"{name}.json"
+        return read_rows(here if here.exists() else RESULTS / here.name)
+
+    with Runner(alone=alone) as runner:
+        for task in piece.tasks(rows, rows_of):
+            if is_final(rows.get(task.key)):
+                continue
+            left = end - time.monotonic()
+            if left < task.about_s:
+                print(f"no time is left for {task.words}: call again", flush=True)
+                return False
+            answer = runner.perform(task, rows.get(task.key), min(task.limit_s, left))
+            about = {"kind": task.kind, "settings": dict(task.settings), "commit": head["commit"]}
+            rows[task.key] = {**about, **answer}
+            _write(path, head, rows)
+            print(f"{answer['seconds']:6.1f} s  {answer['status']}: {task.words}", flush=True)
+    return bool(rows) and all(is_final(row) for row in rows.values())
+
+
+def environment() -> dict[str, Any]:
+    """The machine, the versions and the commit, as the benchmarks note them."""
+    path = ROOT / "benchmarks" / "common.py"  # a folder of scripts, and no package
+    spec = importlib.util.spec_from_file_location("benchmarks_common", path)
+    assert spec is not None
+    assert spec.loader is not None
+    common = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(common)
+    return dict(common.environment())
+
+
+def _kept(piece: Piece, config: Config, out: Path) -> Rows:
+    """What is there of a piece: where it is written, or else among the results."""
+    path = out / f"{piece.name}.json"
+    path = path if path.exists() else RESULTS / path.name
+    if path.exists() and json.loads(path.read_text(encoding="utf-8"))["config"] == config.name:
+        return read_rows(path)
+    return {}
+
+
+def read_rows(path: Path) -> Rows:
+    """The rows of a file by the keys of their tasks; none where there is no file."""
+    if not path.exists():
+        return {}
+    return {key_of(row): row for row in json.loads(path.read_text(encoding="utf-8"))["cases"]}
+
+
+def _write(path: Path, head: dict[str, Any], rows: Rows) -> None:
+    """Write the file as a whole, a row a line."""
+    lines = ",\n".join(json.dumps(_rounded(row), ensure_ascii=False) for row in rows.values())
+    about = json.dumps(head, indent=1, ensure_ascii=False).removesuffix("\n}")
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished.write_text(f'{about},\n "cases": [\n{lines}\n ]\n}}\n', encoding="utf-8")
+    unfinished.replace(path)
+
+
+def _rounded(value: Any) -> Any:
+    """The same with six digits to a number that is not whole: no measurement has more."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {key: _rounded(each) for key, each in value.items()}
+    return [_rounded(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def about_seconds(piece: Piece) -> float:
+    """About how long a piece takes, if every task finds what it looks for."""
+    done: dict[str, Row] = {}
+    seconds = 0.0
+    for task in piece.tasks(done, lambda name: read_rows(RESULTS / f"{name}.json")):
+        done[task.key] = {"status": DONE}
+        seconds += task.about_s
+    return seconds
+
+
+def _list(config: Config) -> None:
+    """Print the pieces, and about how long each takes."""
+    total = 0.0
+    for piece in pieces(config).values():
+        seconds = about_seconds(piece)
+        total += seconds if piece.needs_gpu else 0.0
+        where = "GPU" if piece.needs_gpu else "no GPU"
+        print(f"{piece.name:24} {seconds:5.0f} s  {where:6}  {piece.about}")
+    print(f"{'on the GPU, in all':24} {total:5.0f} s")
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--piece", nargs="+", default=[])
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--seconds", type=float, default=USUAL_S)
+    parser.add_argument("--config", choices=list(CONFIGS), default="h200")
+    parser.add_argument("--list", action="store_true")
+    given = parser.parse_args()
+    config = CONFIGS[given.config]
+    if given.list or not given.piece:
+        _list(config)
+        return
+    end = time.monotonic() + given.seconds
+    known = pieces(config)
+    whole = [
+        collect(known[name], config, given.out, seconds=end - time.monotonic())
+        for name in given.piece
+    ]
+    raise SystemExit(0 if all(whole) else 1)
+
+
+if __name__ == "__main__":
+    main()

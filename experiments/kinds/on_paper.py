@@ -1,0 +1,53 @@
+"""What is found on paper, on any machine: what peaks are made of, and the largest batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import rekindle
+from rekindle import models
+from rekindle.core.devices import find_device
+from rekindle.core.roofline import analytic_profile
+from rekindle.core.scaling import Growth, Sized
+from rekindle.core.simulate import simulate
+from rekindle.report.fit_report import fit_data
+from rekindle.report.summary import peak_of
+
+_LOOKED_AT = (8, 16)  # batch sizes from which all others follow
+
+
+def find_shares(settings: dict[str, Any], before: object, save: object) -> dict[str, Any]:
+    """What the plain step's peak is made of at several batch sizes, as a GPU would run it."""
+    small, large = (_captured(settings, batch) for batch in _LOOKED_AT)
+    growth = Growth(Sized(_LOOKED_AT[0], small.graph), Sized(_LOOKED_AT[1], large.graph))
+    device = find_device(settings["gpu"])
+    rows = []
+    for batch in settings["batches"]:
+        graph = growth.at(batch)
+        peak = peak_of(graph, simulate(graph, analytic_profile(graph, device)))
+        parts = {part.label: part.nbytes for part in peak.parts}
+        rows.append({"batch": batch, "peak_bytes": peak.nbytes, "parts": parts})
+    return {"model": settings["model"], "batches": rows}
+
+
+def find_fits(settings: dict[str, Any], before: object, save: object) -> dict[str, Any]:
+    """The largest batches of a model that a budget holds, plain and planned."""
+    how = {"precision": settings["precision"]}
+    work = models.build(settings["model"], batch=_LOOKED_AT[0], **how)
+
+    def make_batch(size: int) -> Any:
+        return models.build(settings["model"], batch=size, **how).batch
+
+    found = rekindle.max_batch(
+        *(work.train_step, work.model, work.optimizer, make_batch),
+        budget=settings["budget"],
+        device=settings["gpu"],
+        at_least=settings["at_least"],
+    )
+    return fit_data(found)
+
+
+def _captured(settings: dict[str, Any], batch: int) -> rekindle.CapturedStep:
+    work = models.build(settings["model"], batch=batch, precision=settings["precision"])
+    step = (work.train_step, work.model, work.optimizer, work.batch)
+    return rekindle.capture(*step, as_on_gpu=True)

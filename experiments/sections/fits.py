@@ -1,0 +1,139 @@
+"""The largest batches that fit: found on paper, and run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from experiments import drawing
+from experiments.config import Cap
+from experiments.page import ABSENT, Page, not_measured, paragraphs, table, times, title_of
+from experiments.pieces import FITS, check_name, fit_task
+from experiments.tasks import DONE, key_of
+from rekindle.report.figures import new_figure
+from rekindle.report.palette import SERIES
+from rekindle.units import format_bytes
+
+WAYS = ("plain", "quick", "planned")
+_COLOURS = dict(zip(WAYS, (SERIES[7], SERIES[5], SERIES[0]), strict=True))
+_INCHES = (10.5, 4.6)
+
+Found = dict[str, Any]
+
+
+class Fit(NamedTuple):
+    """A way to run a model under a cap: the batch that was found on paper, and the one that ran.
+
+    `tried` are the batches that were run, whether they fit or not; `ran` is the one that did.
+    """
+
+    model: str
+    cap: str
+    way: str
+    forecast: Found | None
+    tried: tuple[int, ...]
+    ran: Found | None
+
+
+def fits_of(page: Page) -> list[Fit]:
+    """Every model, cap and way that was looked at."""
+    return [fit for cap in page.config.caps for fit in _under(page, cap)]
+
+
+def _under(page: Page, cap: Cap) -> Iterator[Fit]:
+    forecasts = {key_of(row): row["found"] for row in page.results.rows(FITS)}
+    checks = page.results.rows(check_name(cap))
+    for model in page.config.fits:
+        forecast = forecasts.get(fit_task(page.config, model, cap.memory).key)
+        if forecast is None:
+            continue
+        for way in WAYS:
+            own = [
+                row["found"]
+                for row in checks
+                if row["settings"]["of"] == way and row["settings"]["case"]["model"] == model
+            ]
+            ran = next((found for found in own if found["status"] == DONE), None)
+            tried = tuple(found["case"]["batch"] for found in own)
+            yield Fit(model, cap.memory, way, forecast[way], tried, ran)
+
+
+def section(page: Page) -> str:
+    """The batches as a figure and a table; how many times the plain one; what is missing."""
+    every = fits_of(page)
+    if not every:
+        return not_measured(FITS)
+    missing = [
+        check_name(cap)
+        for cap in page.config.caps
+        if not any(fit.tried for fit in every if fit.cap == cap.memory)
+    ]
+    picture = page.picture("max-batch", "The largest batches under caps", fits_figure(every))
+    return paragraphs(picture, _table(page, every), *(not_measured(each) for each in missing))
+
+
+def _names(page: Page) -> dict[str, str]:
+    quick = f"planned, ≥ {page.config.quick:.0%} of plain's speed"
+    return {"plain": "plain", "quick": quick, "planned": "planned"}
+
+
+def _table(page: Page, every: Sequence[Fit]) -> str:
+    names = _names(page)
+    rows = []
+    before = None
+    for fit in every:
+        plain = next(each for each in every if each[:3] == (fit.model, fit.cap, "plain"))
+        name = f"{title_of(fit.model)}, {fit.cap}"
+        rows.append((name if name != before else "", names[fit.way], *_cells(fit, plain)))
+        before = name
+    columns = ("", "", "batch, forecast", "ran", "of plain's", "peak, forecast", "measured")
+    return table((*columns, "samples/s, forecast", "measured", "of plain's"), rows)
+
+
+def _cells(fit: Fit, plain: Fit) -> Iterator[str]:
+    told, ran = fit.forecast, fit.ran
+    yield ABSENT if told is None else f"{told['batch']:,}"
+    yield f"{ran['case']['batch']:,}" if ran else _not_ran(fit)
+    yield times(ran["case"]["batch"] / plain.ran["case"]["batch"]) if ran and plain.ran else ABSENT
+    yield ABSENT if told is None else format_bytes(told["peak_bytes"])
+    yield format_bytes(ran["peak_bytes"]) if ran else ABSENT
+    yield ABSENT if told is None else f"{told['samples_per_s']:,.4g}"
+    yield f"{ran['samples_per_s']:,.4g}" if ran else ABSENT
+    yield times(ran["samples_per_s"] / plain.ran["samples_per_s"]) if ran and plain.ran else ABSENT
+
+
+def _not_ran(fit: Fit) -> str:
+    return f"none of {', '.join(f'{batch:,}' for batch in fit.tried)}" if fit.tried else ABSENT
+
+
+def _batches(every: Sequence[Fit], model: str) -> list[int]:
+    """The batches of a model on paper."""
+    own = (fit.forecast for fit in every if fit.model == model)
+    return [forecast["batch"] for forecast in own if forecast] or [1]
+
+
+def fits_figure(every: Sequence[Fit]) -> Any:
+    """A panel a model: bars of the batches on paper, and a mark where one was run."""
+    models = list(dict.fromkeys(fit.model for fit in every))
+    caps = list(dict.fromkeys(fit.cap for fit in every))
+    figure = new_figure("The largest batch that fits", _INCHES)
+    panels = figure.subplots(1, len(models), squeeze=False)[0]
+    for axes, model in zip(panels, models, strict=True):
+        drawing.head(axes, title_of(model))
+        for fit in (each for each in every if each.model == model):
+            place = caps.index(fit.cap) + (WAYS.index(fit.way) - 1) * 0.27
+            if fit.forecast:
+                style = {"color": _COLOURS[fit.way], "width": 0.25, "label": f"{fit.way}, on paper"}
+                bar = axes.bar(place, fit.forecast["batch"], **style)
+                axes.bar_label(bar, fmt="{:,.0f}", fontsize=8, padding=2)
+            if fit.ran:
+                mark = {"marker": "_", "ms": 16, "mew": 2, "color": SERIES[1], "ls": "none"}
+                axes.plot([place], [fit.ran["case"]["batch"]], label="ran", **mark)
+        axes.set_xticks(range(len(caps)), caps)
+        axes.set_yscale("log")
+        axes.set_ylim(bottom=min(_batches(every, model)) / 2)
+        axes.yaxis.set_major_formatter(lambda batch, place: f"{batch:,.0f}")
+        axes.yaxis.set_minor_formatter(lambda batch, place: "")
+        drawing.finish(axes, "memory", "batch size" if axes is panels[0] else "")
+    drawing.name_below(figure, *panels)
+    return figure

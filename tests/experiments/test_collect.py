@@ -1,0 +1,156 @@
+"""Pieces are collected task by task: what is there stays, what went wrong is tried again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments import kinds
+from experiments.alone import Runner
+from experiments.collect import about_seconds, collect, read_rows
+from experiments.config import H200, TINY
+from experiments.kinds import planners
+from experiments.pieces import FITS, check_task, fit_task, pieces
+from experiments.tasks import DONE, FAILED, OUT_OF_MEMORY, UNFINISHED, Piece, Rows, RowsOf, Task
+
+NOBODY: dict[str, Any] = {}
+
+
+def of_tasks(*tasks: Task) -> Piece:
+    return Piece("made-up", "", False, lambda done, rows_of: iter(tasks))
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A kind of task that notes what it is asked, and fails for 13 the first time."""
+    numbers: list[int] = []
+
+    def double(settings: dict[str, Any], before: object, save: object) -> dict[str, Any]:
+        numbers.append(settings["number"])
+        if settings["number"] == 13 and numbers.count(13) == 1:
+            raise ValueError("not that one")
+        return {"double": 2 * settings["number"], "third": settings["number"] / 3}
+
+    monkeypatch.setitem(kinds.KINDS, "double", double)
+    return numbers
+
+
+def test_what_is_there_is_not_run_again(asked: list[int], tmp_path: Path) -> None:
+    piece = of_tasks(*(Task("double", {"number": n}, 0.0) for n in (7, 13)))
+    assert not collect(piece, TINY, tmp_path, alone=False)
+    first = json.loads((tmp_path / "made-up.json").read_text())
+    assert [row["status"] for row in first["cases"]] == [DONE, FAILED]
+    assert "not that one" in first["cases"][1]["message"]
+    assert collect(piece, TINY, tmp_path, alone=False)
+    assert asked == [7, 13, 13]
+    content = json.loads((tmp_path / "made-up.json").read_text())
+    assert content["experiment"], content["config"] == ("made-up", "tiny")
+    assert {"gpu", "cpu", "versions", "commit"} <= content.keys()
+    assert content["cases"][0]["found"] == {"double": 14, "third": 2.33333}
+    assert [path.name for path in tmp_path.iterdir()] == ["made-up.json"]
+
+
+def test_no_task_is_begun_that_has_no_time(asked: list[int], tmp_path: Path) -> None:
+    piece = of_tasks(Task("double", {"number": 1}, 1.0), Task("double", {"number": 2}, 1e3))
+    assert not collect(piece, TINY, tmp_path, seconds=100.0, alone=False)
+    assert asked == [1]
+    assert len(read_rows(tmp_path / "made-up.json")) == 1
+
+
+def test_the_next_task_may_depend_on_the_last(asked: list[int], tmp_path: Path) -> None:
+    def tasks(done: Rows, rows_of: RowsOf) -> Iterator[Task]:
+        number = 1
+        while number < 20:
+            task = Task("double", {"number": number}, 0.0)
+            yield task
+            number = done[task.key]["found"]["double"] + 1
+
+    assert collect(Piece("made-up", "", False, tasks), TINY, tmp_path, alone=False)
+    assert asked == [1, 3, 7, 15]
+
+
+def test_each_task_has_a_process_of_its_own() -> None:
+    settings = {"model": "mlp", "batches": [2, 4], "precision": "fp32", "gpu": "H200"}
+    with Runner() as runner:
+        answer = runner.perform(Task("shares", settings, 10.0), None, 120.0)
+        assert answer["status"] == DONE, answer
+        assert [row["batch"] for row in answer["found"]["batches"]] == [2, 4]
+        assert answer["seconds"] > 0
+        wrong = runner.perform(Task("nothing-like-that", {}, 1.0), None, 60.0)
+        assert wrong["status"] == FAILED
+        assert wrong["message"] == "KeyError: 'nothing-like-that'"
+        waiting = runner._next
+        assert waiting is not None
+        assert waiting.process.poll() is None
+    assert waiting.process.poll() is not None
+
+
+def test_a_process_that_takes_too_long_is_ended() -> None:
+    with Runner() as runner:
+        answer = runner.perform(Task("shares", {}, 10.0), None, 0.2)
+    assert answer["status"] == FAILED
+    assert "code -9" in answer["message"]
+    assert answer["seconds"] < 10
+
+
+def test_a_batch_that_does_not_fit_is_tried_smaller() -> None:
+    config = replace(TINY, retries=(1.0, 0.5, 0.25))
+    (cap,) = config.caps
+    fit = fit_task(config, "mlp", cap.memory)
+    found = {"plain": {"batch": 100}, "quick": None, "planned": {"batch": 400}}
+    row = {"kind": fit.kind, "settings": fit.settings, "status": DONE, "found": found}
+    piece = pieces(config)[f"max-batch-{cap.memory}"]
+    done: dict[str, Any] = {}
+    for task in piece.tasks(done, lambda name: {fit.key: row} if name == FITS else {}):
+        large = task.settings["case"]["batch"] > 60
+        done[task.key] = {"status": OUT_OF_MEMORY if large else DONE}
+    of = partial(check_task, config, cap.memory, "mlp")
+    tried = [of("plain", 100), of("plain", 50), *(of("planned", n) for n in (400, 200, 100))]
+    assert list(done) == [task.key for task in tried]
+
+
+def test_every_piece_can_be_listed() -> None:
+    known = pieces(H200)
+    gpu = [piece for piece in known.values() if piece.needs_gpu]
+    assert {"statistics", "sweep-resnet152", "planners-bert-large", "schemes"} <= known.keys()
+    assert all(about_seconds(piece) < 570 for piece in gpu)
+    keys = [
+        task.key for piece in known.values() for task in piece.tasks(NOBODY, lambda name: NOBODY)
+    ]
+    assert len(set(keys)) == len(keys)
+
+
+SETTINGS = {
+    **{"model": "resnet-tiny", "batch": 4, "precision": "fp32", "device": "cpu", "steps": 1},
+    **{"planners": ["chen-sqrt", "none"], "percents": [90, 80], "limit_s": 100.0},
+}
+
+
+def test_planners_go_on_where_they_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    saved: list[dict[str, Any]] = []
+    late = planners.compare_planners({**SETTINGS, "limit_s": -1.0}, None, saved.append)
+    assert late["status"] == UNFINISHED
+    assert {row.get("not_run") for row in late["rows"] if row["status"] == "planned"} == {
+        planners.NO_TIME
+    }
+    whole = planners.compare_planners(SETTINGS, None, saved.append)
+    assert whole["status"] == DONE
+    assert saved[-1]["rows"] == whole["rows"]
+    ran = [row for row in whole["rows"] if "measured" in row]
+    assert ran
+    assert [row.get("same_as") for row in ran] == [None, 90]  # it has one plan only
+    for row in ran:
+        forecast, measured = row["forecast"]["peak_bytes"], row["measured"]["peak_bytes"]
+        assert forecast == pytest.approx(measured, rel=0.01)
+    monkeypatch.setattr(planners, "_run", None)  # would raise, were it called
+    monkeypatch.setattr(planners, "isclose", lambda *each, rel_tol: True)  # times differ each time
+    again = planners.compare_planners(SETTINGS, whole, saved.append)
+    assert [row.get("measured") for row in again["rows"]] == [
+        row.get("measured") for row in whole["rows"]
+    ]
