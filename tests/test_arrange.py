@@ -138,3 +138,7 @@ def test_bytes_that_an_engine_holds_count(profile: Any) -> None:
     assert found[1].profile is not None
     assert found[1].profile.overhead_bytes == 500_000
     assert found[1].plan.recompute_us > found[0].plan.recompute_us
+    given = Arranger(budget, "auto", profile, found[1].plan).arrange(
+        captured.recording, captured.graph, [], device, Holding(500_000)
+    )
+    assert given.profile == found[1].profile  # so that its forecast is the same

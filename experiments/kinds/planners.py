@@ -75,8 +75,7 @@ def _prepared(work: models.Workload) -> Planned:
     settle()
     roomy = rekindle.optimize(*parts, budget="110%", profile=profile)
     assert roomy.profile is not None
-    whole = replace(profile, overhead_bytes=roomy.profile.overhead_bytes)
-    return Planned(work, roomy.graph, roomy.profile, whole)
+    return Planned(work, roomy.graph, roomy.profile, profile)
 
 
 def _planned(

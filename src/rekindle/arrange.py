@@ -117,7 +117,7 @@ class Arranger:
         """
         (profile, plan), self._given = self._given, (None, None)
         if plan is not None:
-            return _as_planned(recording, graph, plan, profile)
+            return _as_planned(recording, graph, plan, profile, engines.extra_bytes(batch))
         if profile is None:
             profile = measured_profile(recording, graph, batch, device)
             if device.type == "cuda":
@@ -198,12 +198,18 @@ def plan_within(make: Planner, running: StepGraph, captured: Captured) -> Arrang
 
 
 def _as_planned(
-    recording: Recording, graph: StepGraph, plan: Plan, profile: Profile | None
+    recording: Recording,
+    graph: StepGraph,
+    plan: Plan,
+    profile: Profile | None,
+    extra_bytes: int,
 ) -> Arrangement:
     """A plan made before: of the step as it was captured, or as it was improved then."""
     running = graph_of(plan, recording, graph) or graph
     plan.check(running)
     costs = None if profile is None else carry_over(profile, graph, running)
+    if costs is not None:
+        costs = replace(costs, overhead_bytes=costs.overhead_bytes + extra_bytes)
     return Arrangement(plan, running, costs, profile, plan.budget_bytes)
 
 
