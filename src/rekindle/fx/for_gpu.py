@@ -87,34 +87,34 @@ class ForGpu(Rewriting):
         node, bias = call.node.args[:2]
         if call.node.kwargs or not isinstance(node, fx.Node) or not isinstance(bias, fx.Node):
             return False
-        product = self.known.maker.get(node)
-        is_view_of_one = product is not None and product.node.target in _RESHAPES
-        if product is not None and is_view_of_one:
-            product = self.known.maker.get(product.node.all_input_nodes[0])
-        if product is None or product.node.target is not aten.mm.default or len(node.users) > 1:
+        product = self._product_behind(node)
+        if product is None or self._is_in_place(product.args):
             return False
-        lead, (columns,) = self.lead[product.node], self.old.metas[product.node].shape[1:]
-        return (
-            lead.target is aten.mm.default
-            and len(product.node.users) == 1
-            and self.old.metas[bias].shape == (columns,)
-            and self.old.metas[bias].dtype == self.old.metas[node].dtype
-            and self.old.metas[node].shape[-1] == columns
-        )
+        added, sums, columns = self.old.metas[bias], self.old.metas[node], product.args[1]
+        assert isinstance(columns, fx.Node)
+        width = self.build.meta(columns).shape[1]
+        return added.shape == sums.shape[-1:] == (width,) and added.dtype == sums.dtype
+
+    def _product_behind(self, node: fx.Node) -> fx.Node | None:
+        """The product that takes the place of a node, or of what it shows in another shape."""
+        call = self.known.maker.get(node)
+        while call is not None and call.node.target in _RESHAPES and len(call.node.users) == 1:
+            call = self.known.maker.get(call.node.all_input_nodes[0])
+        if call is None or call.node.target is not aten.mm.default or len(call.node.users) > 1:
+            return None
+        lead = self.lead[call.node]
+        return lead if lead.target is aten.mm.default else None
 
     def _biased_product(self, call: Call) -> None:
         """One call for a product and what is added to its columns."""
         node, bias = call.node.all_input_nodes
-        product = self.lead[node]
-        while product.target is not aten.mm.default:
-            product = product.all_input_nodes[0]
-        args = (self.lead[bias], *product.args)
-        made = self._emit(aten.addmm.default, args, call)
-        made.flops = next(c.flops for c in self.build.tape.calls if c.node is product)
+        product = self._product_behind(node)
+        assert product is not None
+        made = self._emit(aten.addmm.default, (self.lead[bias], *product.args), call)
+        made.flops = next(each.flops for each in self.build.tape.calls if each.node is product)
         shape = list(self.old.metas[call.node].shape)
-        self.lead[call.node] = self._emit(
-            aten.view.default, (made.results[0], shape), call
-        ).results[0]
+        view = self._emit(aten.view.default, (*made.results, shape), call)
+        self.lead[call.node] = view.results[0]
 
     def _is_misaligned(self, call: Call) -> bool:
         """Whether a large product of short numbers has a side that slows it down."""
