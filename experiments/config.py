@@ -48,6 +48,20 @@ class Cap(NamedTuple):
     ways: tuple[str, ...]
 
 
+class Compiled(NamedTuple):
+    """A model that is compiled under a cap: batches for `torch.compile`, and for a plan.
+
+    Batches are in rising order. The plan is to hold so many `times` the batch, at the share
+    `at_least` of `torch.compile`'s best speed.
+    """
+
+    model: str
+    peer: tuple[int, ...]
+    planned: tuple[int, ...]
+    times: float
+    at_least: float
+
+
 @dataclass(frozen=True)
 class Config:
     """All that the pieces are made of.
@@ -55,7 +69,7 @@ class Config:
     `gpu` is the name under which the GPU is forecast, `device` where steps run. Budgets of steps
     that run under a cap are the share `below_cap` of it. `quick` is the share of the plain step's
     speed that the larger of two batches is to keep. A batch that does not fit is tried again at
-    the shares `retries` of it.
+    the shares `retries` of it; one that is compiled, at the share `compiled_retry`.
     """
 
     name: str
@@ -77,9 +91,12 @@ class Config:
     fits: tuple[str, ...]
     checked: tuple[str, ...]
     caps: tuple[Cap, ...]
+    compiled: tuple[Compiled, ...]
+    compiled_cap: str
     below_cap: float = 0.97
     quick: float = 0.9
     retries: tuple[float, ...] = (1.0, 0.95, 0.88)
+    compiled_retry: float = 0.93
 
 
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -121,6 +138,11 @@ H200 = Config(
         Cap("24GiB", ("plain", "quick")),  # the largest planned batches take minutes there
         Cap("80GiB", ("plain", "quick")),
     ),
+    compiled=(
+        Compiled("resnet152", (176, 192), (464, 512), times=2.5, at_least=0.95),
+        Compiled("bert-large", (10, 12), (24, 48), times=2.0, at_least=0.88),
+    ),
+    compiled_cap="16GiB",
 )
 
 TINY = Config(
@@ -143,6 +165,8 @@ TINY = Config(
     fits=("mlp",),
     checked=("mlp",),
     caps=(Cap("128MiB", ("plain", "planned")),),
+    compiled=(Compiled("resnet-tiny", (12, 16), (16, 24), times=1.2, at_least=0.1),),
+    compiled_cap="12MiB",
 )
 
 CONFIGS = {config.name: config for config in (H200, TINY)}

@@ -17,6 +17,7 @@ from experiments.config import H200, Config
 from experiments.page import Page
 from experiments.results import Results
 from experiments.sections import (
+    compiled,
     fits,
     forecasts,
     peers,
@@ -44,6 +45,7 @@ SECTIONS: dict[str, Callable[[Page], str]] = {
     "peers": peers.section,
     "schemes": schemes.section,
     "fits": fits.section,
+    "compiled": compiled.section,
     "forecasts": forecasts.section,
 }
 _PLACE = re.compile(r"^\{\{(\w+)\}\}$", re.MULTILINE)

@@ -7,10 +7,10 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from experiments.config import Budgeted, Cap, Config, Range, Step
-from experiments.tasks import DONE, Piece, Row, Rows, RowsOf, Task
+from experiments.config import Budgeted, Cap, Compiled, Config, Range, Step
+from experiments.tasks import DONE, OUT_OF_MEMORY, Piece, Row, Rows, RowsOf, Task
 from rekindle.cli.sweep_case import Case
-from rekindle.report.sweep_report import PLAIN, PLANNED
+from rekindle.report.sweep_report import COMPILE, PLAIN, PLANNED
 from rekindle.units import format_budget, parse_bytes
 
 FITS = "fits"
@@ -22,6 +22,11 @@ _HALF_S = 21.0  # the profile is on disk by then
 _PLANNERS_S = 135.0
 _SCHEMES_S = {"resnet": 75.0, "lstm": 40.0}
 _CHECK_S = {"plain": 10.0, "quick": 40.0, "planned": 70.0}
+_COMPILED_S = {
+    "resnet152": {COMPILE: 110.0, PLANNED: 60.0},
+    "bert-large": {COMPILE: 75.0, PLANNED: 45.0},
+    "resnet-tiny": {COMPILE: 60.0, PLANNED: 60.0},
+}
 _ON_PAPER_S = {"shares": 20.0, "fits": 150.0, "schemes": 90.0}
 
 
@@ -43,6 +48,8 @@ def pieces(config: Config) -> dict[str, Piece]:
     for cap in config.caps:
         about = f"the largest batches under {cap.memory}, run"
         every.append(Piece(check_name(cap), about, True, partial(_checks, config, cap)))
+    about = f"compiled, planned and by torch.compile, under {config.compiled_cap}"
+    every.append(Piece(compiled_name(config), about, True, partial(_compiled, config)))
     every.append(Piece("schemes", "schemes, run", True, partial(_schemes, config)))
     for half in config.halves:
         about = f"planned for {config.half} of the plain peak"
@@ -68,6 +75,11 @@ def planners_name(step: Step) -> str:
 def check_name(cap: Cap) -> str:
     """The piece that runs the largest batches under a cap."""
     return f"max-batch-{cap.memory}"
+
+
+def compiled_name(config: Config) -> str:
+    """The piece that compares compiled steps under a cap."""
+    return f"compiled-{config.compiled_cap}"
 
 
 def budget_under(config: Config, cap: str) -> str:
@@ -124,7 +136,7 @@ def _case(config: Config, cap: str, **more: Any) -> dict[str, Any]:
     how = {"steps": config.steps, "cap_bytes": parse_bytes(cap), **_where(config)}
     if more["way"] == PLANNED:
         how |= {"engine": "auto", "planner": "auto"}
-    return asdict(Case(**how, **more))
+    return asdict(Case(**{**how, **more}))
 
 
 def _sweep(config: Config, sweep: Range, done: Rows, rows_of: RowsOf) -> Iterator[Task]:
@@ -178,3 +190,33 @@ def check_task(config: Config, cap: str, model: str, way: str, batch: int) -> Ta
         how = {"way": PLANNED, "budget": budget_under(config, cap)}
     case = _case(config, cap, model=model, batch=batch, **how)
     return Task("case", {"of": way, "case": case}, _CHECK_S[way])
+
+
+def _compiled(config: Config, done: Rows, rows_of: RowsOf) -> Iterator[Task]:
+    for asked in config.compiled:
+        for way, batches in ((COMPILE, asked.peer), (PLANNED, asked.planned)):
+            yield from _rising(config, asked, way, batches, done)
+
+
+def _rising(
+    config: Config, asked: Compiled, way: str, batches: tuple[int, ...], done: Rows
+) -> Iterator[Task]:
+    """Batches up to the first that does not fit; a smaller one, if that is the very first."""
+    for place, batch in enumerate(batches):
+        task = compiled_task(config, asked.model, way, batch)
+        yield task
+        if done.get(task.key, {}).get("status") == OUT_OF_MEMORY:
+            if place == 0:
+                smaller = max(1, int(batch * config.compiled_retry))
+                yield compiled_task(config, asked.model, way, smaller)
+            return
+
+
+def compiled_task(config: Config, model: str, way: str, batch: int) -> Task:
+    """A compiled step under the cap: planned within what that leaves, or by `torch.compile`."""
+    cap = config.compiled_cap
+    how: dict[str, Any] = {"way": way}
+    if way == PLANNED:
+        how |= {"engine": "inductor", "budget": budget_under(config, cap)}
+    case = _case(config, cap, model=model, batch=batch, **how)
+    return Task("case", {"of": "compiled", "case": case}, _COMPILED_S[model][way])

@@ -2,14 +2,51 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from experiments.tasks import FAILED
 from rekindle.cli.sweep_case import Case, run_case
 
+UNCOMPILED = "running without the compiler"
+"""How the warning begins that a step which was to be compiled is not."""
 _LEFT_OUT = ("environment", "traceback")  # one is the file's, the other is long
 
 
 def run_one_case(settings: dict[str, Any], before: object, save: object) -> dict[str, Any]:
-    """The record of a case; memory that does not suffice is a result."""
-    record = run_case(Case(**settings["case"]))
+    """The record of a case; memory that does not suffice is a result.
+
+    A case that was to be compiled and ran all the same without it has failed: it would be taken
+    for something else.
+    """
+    case = Case(**settings["case"])
+    with _warnings() as told:
+        record = run_case(case)
+    without = [text for text in told if text.startswith(UNCOMPILED)]
+    if without and case.engine == "inductor":
+        record |= {"status": FAILED, "kind": "not compiled", "message": without[0]}
     return {key: value for key, value in record.items() if key not in _LEFT_OUT}
+
+
+class _Listener(logging.Handler):
+    """Keeps what is said."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.told: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.told.append(record.getMessage())
+
+
+@contextmanager
+def _warnings() -> Iterator[list[str]]:
+    """What Rekindle warns of meanwhile."""
+    log, listener = logging.getLogger("rekindle"), _Listener()
+    log.addHandler(listener)
+    try:
+        yield listener.told
+    finally:
+        log.removeHandler(listener)

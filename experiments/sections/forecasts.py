@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from experiments import drawing
 from experiments.page import ABSENT, Page, paragraphs, table, times, title_of
-from experiments.pieces import half_name, planners_name, sweep_name
+from experiments.pieces import compiled_name, half_name, planners_name, sweep_name
 from experiments.sections.fits import fits_of
 from rekindle.report.figures import GREY, new_figure
 from rekindle.report.palette import SERIES
@@ -46,6 +46,7 @@ def pairs_of(page: Page) -> Iterator[Pair]:
     yield from _planners(page)
     yield from _schemes(page)
     yield from _largest(page)
+    yield from _compiled(page)
     yield from _benchmarks(page)
 
 
@@ -96,6 +97,14 @@ def _largest(page: Page) -> Iterator[Pair]:
         if fit.ran and fit.forecast and fit.ran["case"]["batch"] == fit.forecast["batch"]:
             what = f"{title_of(fit.model, fit.forecast['batch'])}, {fit.way}, {fit.cap}"
             yield _pair("largest batches, on paper", what, fit.forecast, fit.ran)
+
+
+def _compiled(page: Page) -> Iterator[Pair]:
+    for record in page.results.found(compiled_name(page.config)):
+        if record["status"] == DONE and record["forecast"]:
+            case = record["case"]
+            what = f"{title_of(case['model'], case['batch'])}, compiled, within {case['budget']}"
+            yield _pair("compiled under a cap", what, record["forecast"], record)
 
 
 def _benchmarks(page: Page) -> Iterator[Pair]:

@@ -8,13 +8,24 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from uncompiled import no_compiler
 
 from experiments.collect import collect
 from experiments.config import TINY
 from experiments.document import BENCHMARKS, TEMPLATE, document, page_of
 from experiments.page import Page
 from experiments.pieces import pieces
-from experiments.sections import fits, forecasts, peers, planners, shares, statistics, sweep
+from experiments.sections import (
+    compiled,
+    fits,
+    forecasts,
+    peers,
+    planners,
+    shares,
+    statistics,
+    sweep,
+)
+from rekindle.cli import peers as ways_of_others
 from rekindle.plan import PLANNERS
 from rekindle.report import sweep_figures
 from rekindle.report.schemes_report import schemes_data
@@ -33,7 +44,8 @@ class Made(NamedTuple):
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     folder = tmp_path_factory.mktemp("experiments")
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, no_compiler():  # compiling takes minutes
+        patch.setattr(ways_of_others, "compiled", lambda model, share: model)
         patch.setitem(PLANNERS, "auto", PLANNERS["mutwo"])  # which is quicker
         for piece in pieces(TINY).values():
             assert collect(piece, TINY, folder / "results", seconds=1e4, alone=False), piece.name
@@ -174,6 +186,24 @@ def test_the_largest_batches(made: Made) -> None:
     assert heights == [fit.forecast["batch"] for fit in every if fit.forecast]
 
 
+def test_compiled_steps(made: Made) -> None:
+    (sides,) = compiled.sides_of(made.page)
+    assert [(found["case"]["batch"], found["status"]) for found in sides.peer] == [
+        (12, "done"),
+        (16, "out of memory"),
+    ]
+    ran, short = sides.planned
+    assert (short["case"]["batch"], short["kind"]) == (24, "InfeasibleBudget")
+    assert sides.largest == 12
+    assert sides.best == sides.peer[0]["samples_per_s"]
+    peak, of_best = format_bytes(ran["peak_bytes"]), ran["samples_per_s"] / sides.best
+    speed = f"{ran['samples_per_s']:,.4g}"
+    line = f"|  | planned, compiled | 16 | fits | {peak} | {speed} | 1.33× | {of_best:.2f}× |"
+    assert line in made.text
+    assert "|  |  | 24 | no plan fits | – | – | – | – |" in made.text
+    assert f"×16 is 1.33× at {of_best:.0%}." in made.text
+
+
 def test_schemes(made: Made) -> None:
     from experiments.sections.schemes import study_of
 
@@ -188,6 +218,7 @@ def test_forecasts(made: Made) -> None:
     pairs = list(forecasts.pairs_of(made.page))
     sources = dict.fromkeys(pair.source for pair in pairs)
     assert {"plain steps", "batch sizes", "planners", "schemes"} <= set(sources)
+    assert "compiled under a cap" in sources
     by_hand = [pair.peak for pair in pairs if pair.source in ("batch sizes", "planners")]
     assert by_hand == pytest.approx([1.0] * len(by_hand), abs=0.01)
     left, right = forecasts.forecasts_figure(pairs).axes

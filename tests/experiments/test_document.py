@@ -29,7 +29,7 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     empty = page_of(results=tmp_path, benchmarks=tmp_path, figures=tmp_path / "figures")
     text = document(EVERY, empty)
     pieces = ("statistics", "shares", "sweep-resnet152", "planners-bert-large", "fits")
-    for piece in pieces:
+    for piece in (*pieces, "compiled-16GiB"):
         assert f"Not measured yet: `python -m experiments.collect --piece {piece}`" in text
     assert "Nothing has been measured yet" in text
     assert not empty.figures.exists()
