@@ -132,3 +132,8 @@ def test_bad_input_is_refused(
     capsys: pytest.CaptureFixture[str], message: str, arguments: tuple[str, ...]
 ) -> None:
     check_refused(capsys, message, "max-batch", *arguments)
+
+
+@pytest.mark.parametrize("text", ["95%", "95", "0.95", " 95 % "])
+def test_a_share_in_words(text: str) -> None:
+    assert _share(text) == pytest.approx(0.95)

@@ -2,15 +2,21 @@
 
 A step is captured at two batch sizes, on fake tensors; what it is at any other follows, op by op
 (`core.scaling`). Costs are measured where the model is, at two sizes that fit with ease; for a GPU
-by name they come from FLOPs and bytes. Then batch sizes are tried on paper, plainly and planned,
-until the largest is known to half a percent.
+by name they come from FLOPs and bytes. Then batch sizes are tried on paper (`core.fit`), plainly
+until the largest is known to half a percent, and planned to two.
+
+A plan of a large step takes seconds, the second plan of the same step less. So the step is planned
+at one batch size under budgets that stand for other sizes, and only what is found that way is
+planned at its own.
 """
 
 from __future__ import annotations
 
-import logging
-import math
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,27 +25,43 @@ from torch import nn
 from rekindle.arrange import Captured, measured_profile, plan_within
 from rekindle.core.cost import OpCost, Profile
 from rekindle.core.devices import Device, find_device
-from rekindle.core.fit import Fit, LargestBatch
+from rekindle.core.fit import (
+    MOST,
+    Between,
+    Fit,
+    LargestBatch,
+    close_in,
+    descend,
+    largest_within,
+    quickest,
+)
+from rekindle.core.improve import carry_over
 from rekindle.core.ir import Role, StepGraph
 from rekindle.core.roofline import analytic_profile
 from rekindle.core.scaling import Growth, Sized, Uneven
-from rekindle.core.simulate import simulate
+from rekindle.core.schedule import Plan
+from rekindle.core.simulate import ROLES, Trace, simulate
 from rekindle.errors import InfeasibleBudget, PlanError, ProfileError
 from rekindle.fx import tree
 from rekindle.fx.forms import improved, with_early_updates
-from rekindle.fx.step import Arrangement, CapturedStep
+from rekindle.fx.step import CapturedStep
+from rekindle.plan import Planner
 from rekindle.plan.named import find_planner
 from rekindle.units import parse_budget
 
-log = logging.getLogger("rekindle")
-
 Parts = tuple[Callable[..., Any], nn.Module, torch.optim.Optimizer, Any]
 
-_SIZES = (8, 16)  # where a step is looked at first
+SIZES = (8, 16)  # where a step is looked at first
 _EASE = 0.85  # of the budget: what a step may take that is measured
 _CLOSE = 0.005  # how close to the largest batch an answer is
 _CLOSE_ENOUGH = 0.02  # the same where each try takes a plan
-_MOST = 1 << 24
+_ROUGHLY = 0.03  # the same where another batch size stands for it
+_GUESSES = 2
+_GUESSER = "chen-recursive"  # a planner that takes no time and comes close to the least peak
+_SLACK = 0.0025  # by how much one batch size may misjudge another that is near
+_NEAR = 2.0  # the factor up to which one batch size stands for another
+_LOOKS = 3  # batch sizes that are looked at to be near enough
+_FIXED = (Role.PARAM, Role.BUFFER, Role.OPT_STATE, Role.GRAD)  # do not grow with the batch
 
 
 def max_batch(
@@ -90,11 +112,68 @@ def max_batch(
 
 
 class _Look(NamedTuple):
-    """A step at one batch size: captured, and in the forms that are planned."""
+    """A step captured at one batch size."""
 
     batch: int
     captured: CapturedStep
-    forms: list[StepGraph]
+
+
+class _Step:
+    """The step at one batch size, in one form, planned for one budget after another.
+
+    Planners know a graph and its costs again, and take less time for its second budget. As sizes
+    grow nearly evenly with the batch, another budget stands for another batch size.
+    """
+
+    def __init__(self, batch: int, captured: Captured, form: StepGraph, make: Planner) -> None:
+        self.batch = batch
+        self.captured = captured
+        self.form = form
+        self._make = make
+        costs = carry_over(captured.profile, captured.graph, form)
+        overhead_bytes = costs.overhead_bytes + captured.extra_bytes
+        self._costs = replace(costs, overhead_bytes=overhead_bytes)
+
+    def plan(self, batch: float | None = None) -> Plan | None:
+        """A plan within the budget, or one that stands for another batch; None if there is none."""
+        budget_bytes = self.captured.budget_bytes
+        if batch is not None:
+            budget_bytes = self.fixed_bytes + int(self._growing_bytes * self.batch / batch)
+        captured = self.captured._replace(budget_bytes=budget_bytes)
+        try:
+            return plan_within(self._planned, self.form, captured).plan
+        except InfeasibleBudget:
+            return None
+
+    def reach(self, plan: Plan) -> float:
+        """The largest batch that a plan of this one would fit at."""
+        return self.batch * self._growing_bytes / max(plan.peak_bytes - self.fixed_bytes, 1)
+
+    def trace(self, plan: Plan) -> Trace:
+        """A plan on paper."""
+        return simulate(self.form, self._costs, plan)
+
+    @cached_property
+    def least(self) -> Plan:
+        """The plan of least peak that the planner knows of."""
+        try:
+            return self._make(self.form, self._costs, 1)
+        except InfeasibleBudget as error:
+            return self._make(self.form, self._costs, error.least_peak_bytes)
+
+    @cached_property
+    def fixed_bytes(self) -> int:
+        """What is there at the least peak whatever the batch."""
+        there = self.trace(self.least).peak_by_role()
+        return self.captured.profile.overhead_bytes + sum(there[role] for role in _FIXED)
+
+    @property
+    def _growing_bytes(self) -> int:
+        return max(self.captured.budget_bytes - self.fixed_bytes, 0)
+
+    def _planned(self, form: StepGraph, costs: Profile, budget_bytes: int) -> Plan:
+        """The planner, given the very same costs each time: it knows them again by that."""
+        return self._make(form, self._costs, budget_bytes)
 
 
 class _Search:
@@ -114,91 +193,121 @@ class _Search:
         self.costs: tuple[Profile, Profile] | None = None
 
     def run(self, at_least: float | None) -> LargestBatch:
-        looks = [self._look(batch) for batch in _SIZES]
-        growth = _growth([(look.batch, look.captured.graph) for look in looks])
+        looks = [self._look(batch) for batch in SIZES]
+        self.growth = _growth(looks)
         if self.device is None:
-            looks, growth = self._measured(looks, growth)
-        self.growth = growth
-        self.forms = _forms(looks)
-        start = looks[-1].batch
+            looks = self._measured(looks)
+        self.recording = looks[-1].captured.recording
         self.tell("looking for the largest batch of the plain step")
-        plain = _largest(self._plainly, start)
-        self.tell("looking for the largest batch of a planned step")
-        planned = self._largest_planned(start)
-        if plain is not None and (planned is None or planned.batch < plain.batch):
-            planned = plain
+        plain = self._largest_plain()
         quick = None
-        if plain is not None and planned is not None and at_least is not None:
-            quick = self._quickest(plain, planned, at_least)
-        profile = self._profile(self.growth.at(start), start)
+        with _collecting_later():
+            self.tell("looking for the largest batch of a planned step")
+            planned = self._largest_planned()
+            if plain is not None and (planned is None or planned.batch < plain.batch):
+                planned = plain
+            if plain is not None and planned is not None and at_least is not None:
+                quick = self._quickest(plain, planned, at_least)
+        profile = self._captured(looks[-1].batch).profile
         return LargestBatch(
             self.budget_bytes, profile.device, profile.method, plain, planned, at_least, quick
         )
 
-    def _largest_planned(self, start: int) -> Fit | None:
-        """The largest batch that can be planned: where the least peak there is meets the budget.
+    def _largest_plain(self, share: float = 1.0) -> Fit | None:
+        """The largest batch of the plain step that takes no more than a share of the budget."""
+        traces: dict[int, Trace] = {}
 
-        That grows nearly evenly, so that few batches need be looked at: each takes seconds.
+        def peak_bytes(batch: int) -> int:
+            traces[batch] = self._plain_trace(batch)
+            return traces[batch].peak_bytes
+
+        most = share * self.budget_bytes
+        found = largest_within(peak_bytes, most, start=SIZES[-1], close=_CLOSE)
+        return Fit(found, traces[found].peak_bytes, traces[found].step_us) if found else None
+
+    def _largest_planned(self) -> Fit | None:
+        """The largest batch that can be planned."""
+        batch = self._guess()
+        for _ in range(_LOOKS):
+            self.step = self._step(batch, is_early=self.is_early)
+            between = self._between()
+            if batch / _NEAR <= max(1, between.fits) <= batch * _NEAR:
+                break
+            batch = max(1, min(MOST, int(between.fits)))
+        between = between._replace(fails=between.fails * (1 + _SLACK))
+        planned = partial(self._planned_as, is_early=self.is_early)
+        return close_in(planned, between, _CLOSE_ENOUGH)
+
+    def _guess(self) -> int:
+        """About the largest batch that can be planned, by a planner that takes no time.
+
+        Its plan shows, too, whether weights' gradients matter for the peak, so that parameters had
+        better be updated as their gradients come.
         """
-        graph, looked_at = self.growth.at(start), 4 * start
-        roles = (Role.PARAM, Role.BUFFER, Role.OPT_STATE)
-        always = sum(storage.nbytes for storage in graph.storages if storage.role in roles)
-        points = [(0, always), (looked_at, self._least_peak(looked_at))]
-        tried = _meets(points, self.budget_bytes)
-        found = self._planned(tried)
-        while found is None and tried > 1:
-            tried = min(tried - 1, int(tried * (1 - _CLOSE_ENOUGH)))
-            found = self._planned(tried)
-        return None if found is None else self._further(found)
+        batch, self.is_early = 4 * SIZES[-1], False
+        for _ in range(_GUESSES):
+            captured = self._captured(batch)
+            step = _Step(batch, captured, captured.graph, find_planner(_GUESSER))
+            batch = max(1, min(MOST, int(step.reach(step.least))))
+        if with_early_updates(self.recording, step.form) is not None:
+            self.is_early = _holds_gradients(step.trace(step.least))
+        return batch
 
-    def _further(self, best: Fit) -> Fit:
-        """The largest batch from one that fits on: planners find more than they have said."""
-        stride, high = _CLOSE_ENOUGH, None
-        while high is None or high - best.batch > max(1, int(best.batch * _CLOSE_ENOUGH)):
-            tried = (best.batch + high) // 2 if high else int(best.batch * (1 + stride)) + 1
-            self.tell(f"planning a batch of {tried}")
-            found = self._planned(tried)
-            if found is None:
-                high = tried
-            else:
-                best, stride = found, 2 * stride
-        return best
+    def _between(self) -> Between:
+        """Where the largest batch lies, as far as the step at hand can stand for others."""
+
+        def can_plan(batch: float) -> bool:
+            self.tell(f"looking for plans like that of a batch of {batch:.0f}")
+            return self.step.plan(batch) is not None
+
+        known = self.step.reach(self.step.least)
+        return descend(can_plan, max(known, 0.5))
 
     def _quickest(self, plain: Fit, planned: Fit, at_least: float) -> Fit:
         """The largest batch that is trained at a share of the plain step's speed."""
-        wanted = at_least * plain.samples_per_s
-        best, low, high = plain, plain.batch, planned.batch
-        if planned.samples_per_s >= wanted:
+        if planned.samples_per_s >= at_least * plain.samples_per_s:
             return planned
-        while high - low > max(1, int(low * _CLOSE_ENOUGH)):
-            middle = int(math.sqrt(low * high))
-            middle = min(max(middle, low + 1), high - 1)
-            self.tell(f"planning a batch of {middle}")
-            found = self._planned(middle)
-            if found is not None and found.samples_per_s >= wanted:
-                best, low = found, middle
-            else:
-                high = middle
-        return best
+        start = Between(min(2 * plain.batch, (plain.batch * planned.batch) ** 0.5), planned.batch)
+        about, fails = quickest(self._about, plain, at_least, start, _ROUGHLY)
+        is_near = about.batch * _NEAR >= self.step.batch
+        beyond = min(fails * (1 + (_SLACK if is_near else _CLOSE)), planned.batch)
+        between = Between(max(about.batch, beyond / (1 + _CLOSE_ENOUGH) + 1), beyond)
+        return quickest(self._planned, plain, at_least, between, _CLOSE_ENOUGH)[0]
+
+    def _about(self, batch: int) -> Fit | None:
+        """A batch as if it were planned: slowed down as the step at hand is by such a plan."""
+        self.tell(f"looking for plans like that of a batch of {batch}")
+        plan = self.step.plan(batch)
+        if plan is None:
+            return None
+        slowdown = self.step.trace(plan).step_us / self.step.captured.profile.step_us
+        return Fit(batch, self.budget_bytes, slowdown * self._captured(batch).profile.step_us)
+
+    def _planned(self, batch: int) -> Fit | None:
+        """A batch planned at its own size, with early updates where nothing else will do."""
+        found = self._planned_as(batch, is_early=False)
+        return self._planned_as(batch, is_early=True) if found is None and self.is_early else found
+
+    def _planned_as(self, batch: int, *, is_early: bool) -> Fit | None:
+        self.tell(f"planning a batch of {batch}")
+        step = self._step(batch, is_early=is_early)
+        plan = step.plan()
+        return None if plan is None else Fit(batch, plan.peak_bytes, step.trace(plan).step_us)
 
     def _look(self, batch: int) -> _Look:
         self.tell(f"capturing a step of batch {batch}")
         parts = self.at(batch)
         is_here = any(param.is_cuda for param in parts[1].parameters())
-        captured = CapturedStep(*parts, as_on_gpu=self.device is not None and not is_here)
-        form = improved(captured.recording, captured.graph)
-        early = with_early_updates(captured.recording, form)
-        return _Look(batch, captured, [form] if early is None else [form, early])
+        return _Look(batch, CapturedStep(*parts, as_on_gpu=self.device is not None and not is_here))
 
-    def _measured(self, looks: list[_Look], growth: Growth) -> tuple[list[_Look], Growth]:
+    def _measured(self, looks: list[_Look]) -> list[_Look]:
         """Looks at two sizes that fit with ease, and what their ops cost, measured."""
-        self.growth = growth
-        batch = _largest(lambda n: self._plainly(n, _EASE), looks[-1].batch)
+        batch = self._largest_plain(_EASE)
         large = max(2, batch.batch) if batch else 2
         sizes = (large // 2, large)
         if sizes != tuple(look.batch for look in looks):
             looks = [self._look(size) for size in sizes]
-            growth = _growth([(look.batch, look.captured.graph) for look in looks])
+            self.growth = _growth(looks)
         costs = []
         for look in looks:
             self.tell(f"measuring a step of batch {look.batch}")
@@ -210,7 +319,22 @@ class _Search:
             )
             del made, batch_tensors
         self.costs = costs[0], costs[1]
-        return looks, growth
+        return looks
+
+    def _step(self, batch: int, *, is_early: bool) -> _Step:
+        """The step at a batch size, in the form that `optimize` would plan."""
+        captured = self._captured(batch)
+        form = improved(self.recording, captured.graph)
+        if is_early:
+            form = with_early_updates(self.recording, form) or form
+        return _Step(batch, captured, form, self.make)
+
+    def _captured(self, batch: int) -> Captured:
+        graph = self.growth.at(batch)
+        profile = self._profile(graph, batch)
+        inputs = sum(s.nbytes for s in graph.storages if s.role is Role.INPUT)
+        extra_bytes = inputs if profile.allocator == "cuda" else 0  # CUDA graphs have a copy
+        return Captured(graph, profile, self.budget_bytes, extra_bytes)
 
     def _profile(self, graph: StepGraph, batch: int) -> Profile:
         if self.costs is not None:
@@ -221,85 +345,39 @@ class _Search:
         costs = (OpCost(0.0),) * len(graph.ops)  # nothing is measured yet: bytes alone matter
         return Profile("", graph.fingerprint, costs, "cuda" if on_gpu else "exact")
 
-    def _plainly(self, batch: int, share: float = 1.0) -> Fit | None:
-        graph = self.growth.at(batch)
-        trace = simulate(graph, self._profile(graph, batch))
-        fits = trace.peak_bytes <= share * self.budget_bytes
-        return Fit(batch, trace.peak_bytes, trace.step_us) if fits else None
-
-    def _planned(self, batch: int) -> Fit | None:
-        found = self._arranged(batch, self.budget_bytes)
-        if isinstance(found, InfeasibleBudget):
-            return None
-        assert found.profile is not None
-        trace = simulate(found.graph, found.profile, found.plan)
-        return Fit(batch, found.plan.peak_bytes, trace.step_us)
-
-    def _least_peak(self, batch: int) -> int:
-        found = self._arranged(batch, 1)
-        assert isinstance(found, InfeasibleBudget)
-        return found.least_peak_bytes
-
-    def _arranged(self, batch: int, budget_bytes: int) -> Arrangement | InfeasibleBudget:
-        """A plan of the first form of the step that has one, or the closest that comes to it."""
-        graph = self.growth.at(batch)
-        profile = self._profile(graph, batch)
-        inputs = sum(s.nbytes for s in graph.storages if s.role is Role.INPUT)
-        extra_bytes = inputs if profile.allocator == "cuda" else 0  # CUDA graphs have a copy
-        captured = Captured(graph, profile, budget_bytes, extra_bytes)
-        closest: InfeasibleBudget | None = None
-        for form in self.forms:
-            try:
-                return plan_within(self.make, form.at(batch), captured)
-            except InfeasibleBudget as error:
-                if closest is None or error.least_peak_bytes < closest.least_peak_bytes:
-                    closest = error
-        assert closest is not None
-        return closest
+    def _plain_trace(self, batch: int) -> Trace:
+        captured = self._captured(batch)
+        return simulate(captured.graph, captured.profile)
 
 
-def _growth(looks: Sequence[tuple[int, StepGraph]]) -> Growth:
-    (small, a), (large, b) = looks
+@contextmanager
+def _collecting_later() -> Iterator[None]:
+    """Puts off the search for garbage in cycles, of which planners leave little.
+
+    They make so many small objects that all a capture holds would be gone through again and again,
+    for a quarter of their time.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
     try:
-        return Growth(Sized(small, a), Sized(large, b))
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _growth(looks: Sequence[_Look]) -> Growth:
+    small, large = (Sized(look.batch, look.captured.graph) for look in looks)
+    try:
+        return Growth(small, large)
     except Uneven as error:
         raise ProfileError(
-            f"the largest batch cannot be forecast: {error} (looked at {small} and {large})."
+            f"the largest batch cannot be forecast: {error} "
+            f"(looked at {small.batch} and {large.batch})."
         ) from None
 
 
-def _forms(looks: list[_Look]) -> list[Growth]:
-    """The forms of the step that are planned; as it was captured, where they do not grow evenly."""
-    pairs = zip(looks[0].forms, looks[1].forms, strict=False)
-    found = []
-    for small, large in pairs:
-        try:
-            found.append(Growth(Sized(looks[0].batch, small), Sized(looks[1].batch, large)))
-        except Uneven as error:
-            log.debug("a form of the step is left out: %s", error)
-    return found or [_growth([(look.batch, look.captured.graph) for look in looks])]
-
-
-def _meets(points: Sequence[tuple[int, int]], budget_bytes: int) -> int:
-    """The batch at which a peak that grows evenly meets the budget."""
-    (a, low), (b, high) = points
-    if high <= low:
-        return max(a, b)
-    return max(1, min(_MOST, a + (budget_bytes - low) * (b - a) // (high - low)))
-
-
-def _largest(fits: Callable[[int], Fit | None], start: int) -> Fit | None:
-    """The largest batch that fits, to half a percent; None if there is none."""
-    best, low, high = fits(1), 1, max(start, 2)
-    if best is None:
-        return None
-    while low < _MOST and (found := fits(high)) is not None:
-        best, low, high = found, high, 2 * high
-    while high - low > max(1, int(low * _CLOSE)):
-        middle = (low + high) // 2
-        found = fits(middle)
-        if found is None:
-            high = middle
-        else:
-            best, low = found, middle
-    return best
+def _holds_gradients(trace: Trace) -> bool:
+    """Whether a step's peak would be lower without the gradients that wait for the optimizer."""
+    grads = trace.by_role[ROLES.index(Role.GRAD)]
+    return bool((trace.live_bytes - grads).max(initial=0) < (1 - _CLOSE) * trace.peak_bytes)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import rekindle
 from rekindle import models
@@ -26,6 +29,25 @@ from rekindle.fit import Parts
 from rekindle.report.fit_report import fit_data, fit_summary
 from rekindle.report.words import percent
 from rekindle.units import format_bytes
+
+_FILLS = frozenset(name for name in vars(nn.init) if name.endswith("_"))  # as in uniform_
+
+
+class _Undrawn(TorchFunctionMode):
+    """Leaves weights as they are allocated, where only their sizes or a batch are asked for.
+
+    Drawing the weights of a large model takes longer than all the rest of building it.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", None) in _FILLS:
+            filled = args[0] if args else kwargs.get("tensor")
+            if isinstance(filled, nn.Parameter):
+                return filled
+        return func(*args, **kwargs)
 
 
 def find_max_batch(
@@ -52,11 +74,13 @@ def find_max_batch(
     how: dict[str, Any] = {"precision": precision, "device": None if on_paper else device}
 
     def make_batch(size: int) -> Any:
-        return models.load(model, batch=size, **how).batch
+        with _Undrawn():
+            return models.load(model, batch=size, **how).batch
 
     with working(model, json) as tell, named(model):
         tell("building the model")
-        work = models.load(model, **how)
+        with _Undrawn() if on_paper else nullcontext():
+            work = models.load(model, **how)
         objects = (work.train_step, work.model, work.optimizer)
         found = rekindle.max_batch(
             *objects,
@@ -84,13 +108,14 @@ def find_max_batch(
 
 
 def _share(text: str | None) -> float | None:
-    """What `95%` means."""
+    """What `95%` means, or `0.95`."""
     if text is None:
         return None
     try:
-        share = float(text.strip().removesuffix("%")) / 100
+        number = float(text.strip().removesuffix("%"))
     except ValueError:
-        share = 0.0
+        number = 0.0
+    share = number / 100 if number > 1 or text.strip().endswith("%") else number
     if not 0 < share <= 1:
         raise PlanError(f"--at-least is a share of the plain step's speed, as in 95%, not {text!r}")
     return share

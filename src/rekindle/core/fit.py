@@ -1,10 +1,19 @@
-"""Batches that fit into a budget, as data."""
+"""Batches that fit into a budget, and the search for the largest in as few tries as can be."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
+
+MOST = 1 << 24  # samples: no batch that is looked for is larger
+
+_PATIENCE = 6  # tries along lines before one in the middle
+_BEYOND = 1.15  # how far planners may get beyond the least peak that they know of
+_STRIDE = 1.01  # by which a search comes down on what can be planned
+_FAR = 8.0  # times the way between two batches: as far as a line is followed
+_STEEP = 2.0  # times the time that may be added: from there on it grows as no line says
 
 
 class Fit(NamedTuple):
@@ -35,3 +44,129 @@ class LargestBatch:
     planned: Fit | None
     at_least: float | None = None
     quick: Fit | None = None
+
+
+class Between(NamedTuple):
+    """Where the largest batch lies: the first of the two fits, the second does not."""
+
+    fits: float
+    fails: float
+
+
+def largest_within(
+    peak_bytes: Callable[[int], int], budget_bytes: float, *, start: int, close: float
+) -> int:
+    """The largest batch whose peak stays within a budget, to a share of it; 0 if there is none.
+
+    Peaks grow nearly evenly, so that the line through the last two says where to look next.
+
+    >>> largest_within(lambda batch: 100 + 7 * batch, 1000, start=16, close=0.005)
+    128
+    """
+    last = (1, peak_bytes(1))
+    if last[1] > budget_bytes:
+        return 0
+    low, high, tried, n_tries = 1, MOST, max(start, 2), 1
+    while high - low > _step(low, close):
+        now = (tried, peak_bytes(tried))
+        low, high = (tried, high) if now[1] <= budget_bytes else (low, tried)
+        n_tries += 1
+        is_slow = n_tries % _PATIENCE == 0  # no line helps where peaks grow unevenly
+        meets = math.sqrt(low * high) if is_slow else _meets(last, now, budget_bytes)
+        last, tried = now, _inside(meets, low, high, close)
+    return low
+
+
+def descend(can_plan: Callable[[float], bool], known: float) -> Between:
+    """Where the largest batch lies, from one that is known to fit.
+
+    Where a planner gets beyond what it knew of, the search comes from above: that a batch cannot be
+    planned is soon known to a planner that has looked at the step before, a plan takes longer.
+    """
+    fits, fails = known, known * _STRIDE
+    if not can_plan(fails):
+        return Between(fits, fails)
+    while fails < MOST and can_plan(fails * _BEYOND):
+        fails *= _BEYOND
+    fits, fails = fails, fails * _BEYOND
+    while (tried := fails / _STRIDE) > fits:
+        if can_plan(tried):
+            return Between(tried, fails)
+        fails = tried
+    return Between(fits, fails)
+
+
+def close_in(plan: Callable[[int], Fit | None], between: Between, close: float) -> Fit | None:
+    """The largest batch that a plan fits, to a share of it, from where it is thought to lie."""
+    best, tried, stride = None, max(1, int(between.fits)), close
+    high = max(round(between.fails), tried + 1)
+    while best is None or high - best.batch > _step(best.batch, close):
+        found = plan(tried)
+        if found is not None:
+            best = found
+        elif tried == 1:
+            return None
+        else:
+            high = tried
+        if best is None:
+            tried = max(1, min(high - 1, int(high * (1 - stride))))
+            stride *= 2
+        else:
+            tried = (best.batch + high) // 2
+    return best
+
+
+def quickest(
+    plan: Callable[[int], Fit | None], plain: Fit, at_least: float, between: Between, close: float
+) -> tuple[Fit, int]:
+    """The largest batch that keeps a share of the plain step's speed, and one that does not.
+
+    What planning adds to the time of a sample grows smoothly at first, so that the line through two
+    batches says where to look; it leaps up where the planner runs out of good plans.
+    """
+    most = 1 / at_least - 1
+    best, high = plain, round(between.fails)
+    added = {plain.batch: 0.0}
+    tried = max(plain.batch + 1, int(between.fits))
+    while high - best.batch > _step(best.batch, close):
+        tried = min(tried, high - 1)
+        found = plan(tried)
+        slower = math.inf if found is None else plain.samples_per_s / found.samples_per_s - 1
+        if found is not None and slower <= most:
+            best = found
+        else:
+            high = tried
+        if slower <= _STEEP * most:
+            added[tried] = slower
+        tried = _inside(_crosses(added, most, best.batch, high), best.batch, high, close)
+    return best, high
+
+
+def _crosses(added: dict[int, float], most: float, low: int, high: int) -> float:
+    """The batch at which the added time is thought to reach the most, between two others."""
+    middle = math.sqrt(low * high)
+    near = sorted(added.items(), key=lambda entry: abs(entry[1] - most))[:2]
+    (a, less), (b, more) = sorted(near)[0], sorted(near)[-1]
+    if less >= more:
+        return middle
+    share = (most - less) / (more - less)
+    meets = a * math.pow(b / a, max(-_FAR, min(share, _FAR)))
+    return meets if less <= most <= more else min(meets, middle)
+
+
+def _step(batch: int, close: float) -> int:
+    """By how much two batches may differ that are close."""
+    return max(1, int(batch * close))
+
+
+def _inside(batch: float, low: int, high: int, close: float) -> int:
+    """A batch between two that is as far from both as close is, as far as there is room."""
+    least, most = low + _step(low, close), math.ceil(high / (1 + close))
+    return max(low + 1, min(max(int(batch), least), most, high - 1))
+
+
+def _meets(a: tuple[int, int], b: tuple[int, int], budget_bytes: float) -> float:
+    """The batch at which a peak that grows evenly meets the budget."""
+    if (a[1] < b[1]) != (a[0] < b[0]) or a[1] == b[1]:
+        return 2 * max(a[0], b[0])
+    return a[0] + (budget_bytes - a[1]) * (b[0] - a[0]) / (b[1] - a[1])
