@@ -13,6 +13,7 @@ from commands import check_refused, run
 from torch import nn
 
 import rekindle
+from rekindle.cli.max_batch import _share
 from rekindle.core.simulate import simulate
 
 WIDTH = 32
