@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 @pytest.fixture(autouse=True)
 def _deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)  # strictly: attention is not, if told to warn only
     yield
     torch.use_deterministic_algorithms(False)
 
@@ -37,12 +37,16 @@ def trained(name: str, batch: int, **how: Any) -> tuple[rekindle.TrainStep, Stat
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("name", "batch"), [("bert-base", 8), ("resnet18", 64), ("gpt2", 4)])
-def test_a_plan_changes_no_bit(name: str, batch: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "batch", "budget"),
+    [("bert-base", 8, "75%"), ("resnet18", 64, "85%"), ("gpt2", 4, "75%")],
+)
+def test_a_plan_changes_no_bit(name: str, batch: int, budget: str) -> None:
     step, plain = trained(name, batch)
     assert step.captured.is_compiled
     del step
-    planned_step, planned = trained(name, batch, budget="75%")
+    planned_step, planned = trained(name, batch, budget=budget)
+    assert plain["result 0"] == planned["result 0"]  # whatever comes of nondeterministic gradients
     assert differences(plain, planned) == []
     engine = planned_step.captured._first.engine
     assert isinstance(engine, Graphed)
