@@ -145,8 +145,13 @@ def test_batch_sizes(made: Made) -> None:
     n_halves = sum(len(half.batches) for half in TINY.halves)
     assert len(data["cases"]) == 2 * len(asked.batches) + n_halves
     done = [record for record in data["cases"] if record["status"] == "done"]
-    (short,) = [record for record in data["cases"] if record["status"] == "out of memory"]
-    assert (short["case"]["batch"], short["case"]["way"]) == (16, "plain")
+    short = [record for record in data["cases"] if record["status"] == "out of memory"]
+    plain = [record["case"]["batch"] for record in short if record["case"]["way"] == "plain"]
+    assert plain == [16]
+    # the planner that stands in goes by measured times, and does not find a plan every time
+    planned = [record for record in short if record["case"]["way"] != "plain"]
+    assert all(record["kind"] == "InfeasibleBudget" for record in planned), planned
+    assert len(planned) <= 1
     (axes,) = sweep_figures.memory_figure(data).axes
     named = [bars for bars in axes.containers if not bars.get_label().startswith("_")]
     heights = sorted(bar.get_height() for bars in named for bar in bars)
