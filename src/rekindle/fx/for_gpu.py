@@ -1,6 +1,6 @@
 """What a recorded step takes on for a GPU: calls in the forms that its fast kernels want.
 
-- Convolutions get their tensors with channels last.
+- Convolutions get their tensors with channels last, or are matrix products (`windows`).
 - Large matrix products in half precision get sides that are multiples of eight, and what is added
   to their columns is part of them.
 - Attention reads its tensors where a matrix product has left them (`attention`).
@@ -16,8 +16,8 @@ from torch import fx
 
 from rekindle.fx import attention
 from rekindle.fx.recording import Recording
-from rekindle.fx.rewriting import Rewriting
 from rekindle.fx.tape import Call
+from rekindle.fx.windows import Windows
 
 aten = torch.ops.aten
 
@@ -28,7 +28,7 @@ _ALIGNED = 8  # numbers of two bytes: fast products want tensors to lie in memor
 _WORTH_FLOPS = 1 << 30  # a smaller product is not worth padding
 
 
-class ForGpu(Rewriting):
+class ForGpu(Windows):
     """Calls in the forms that a GPU wants."""
 
     def __init__(self, recording: Recording) -> None:
@@ -40,7 +40,12 @@ class ForGpu(Rewriting):
     def rewrite_for_gpu(self, call: Call) -> bool:
         """Make a call in another form, if a GPU wants one; whether it does."""
         target = call.node.target
-        if target in CONVOLUTIONS and self._has_channels(call):
+        if target in CONVOLUTIONS and self._is_tiling(call):
+            if target is aten.convolution.default:
+                self._windows_product(call)
+            else:
+                self._windows_product_backward(call)
+        elif target in CONVOLUTIONS and self._has_channels(call):
             self._convolution(call)
         elif target in _PRODUCTS and self._is_misaligned(call):
             self._product(call)
