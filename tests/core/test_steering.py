@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, permutations
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from rekindle.core.rehearsal import PAGE_BYTES, plan_arena, rehearse
 from rekindle.core.steering import (
+    APART_BYTES,
     REST_BYTES,
     ROUND_BYTES,
     Arena,
@@ -156,6 +157,37 @@ def test_pieces_go_where_they_are_wanted() -> None:
         steering.open_all()
         assert steering.plugged_bytes == 0
         assert arena.taken == {int(o): int(n) for o, n in zip(offsets, nbytes, strict=True)}
+
+
+@pytest.mark.parametrize("order", list(permutations(range(3))))
+def test_pieces_of_one_size_go_where_they_are_wanted(order: tuple[int, ...]) -> None:
+    """The allocator would fill the lowest hole first."""
+    once, nbytes = np.zeros(3, dtype=np.int64), np.full(3, 8 * MIB)
+    offsets = np.array([0, 20, 40]) * MIB
+    arena = Arena({0: 60 * MIB})
+    wishes = Wishes(Pieces(once, once, nbytes, np.ones(3, dtype=bool)), offsets)
+    steering = Steering(Arena({0: 60 * MIB}), arena, wishes)
+    steering.arrange(order)
+    assert [arena.allocate(8 * MIB) for _ in order] == [offsets[piece] for piece in order]
+
+
+def test_larger_holes_are_not_taken_for_others() -> None:
+    """There is no room for a hole that does not touch the next: then all are as they were."""
+    once, nbytes = np.zeros(3, dtype=np.int64), np.array([8, 8, 4]) * MIB
+    offsets = np.array([20 * MIB, 0, 8 * MIB + APART_BYTES])
+    arena = Arena({0: 60 * MIB})
+    wishes = Wishes(Pieces(once, once, nbytes, np.ones(3, dtype=bool)), offsets)
+    steering = Steering(Arena({0: 60 * MIB}), arena, wishes)
+    steering.arrange([0, 1, 2])
+    assert [arena.allocate(int(each)) for each in nbytes] == [0, 20 * MIB, offsets[2]]
+
+
+@pytest.mark.parametrize("twins", [[9, 1], [1, 9]])
+def test_there_is_room_for_larger_holes(twins: list[int]) -> None:
+    """What comes later needs the memory of the one that goes first, and more."""
+    start, end = np.array([0, 1, 1, 3]), np.array([9, *twins, 4])
+    pieces = Pieces(start, end, np.array([16, 8, 8, 24]) * MIB, np.ones(4, dtype=bool))
+    assert plan_arena(pieces).arena_bytes <= pieces.least_bytes + PAGE_BYTES
 
 
 def test_a_piece_that_cannot_have_its_place_leaves_others_theirs() -> None:

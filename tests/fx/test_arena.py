@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from uncompiled import grouped, no_compiler, run_in_parts
 
 import rekindle
 from rekindle.core.rehearsal import PAGE_BYTES
@@ -26,6 +27,7 @@ from rekindle.fx import arena, engines
 from rekindle.fx.arena import Counts
 from rekindle.fx.compare import compare
 from rekindle.fx.cudagraph import Graph, Graphed
+from rekindle.fx.inductor import Fused
 
 MIB = 1 << 20
 
@@ -313,6 +315,45 @@ def test_a_step_without_large_tensors_is_not_steered(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(PaperPool, "library_bytes", lambda self: 0)
     recorder, _ = steer(monkeypatch, "behaves", n_rows=64)
     assert recorder.pool.model.segments == {}
+
+
+class Twofold(nn.Module):
+    """One group of ops makes two large things of different sizes, for two products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.third = nn.Linear(32, 32).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        waves = self.first(x).sin()
+        return self.second(waves) + self.third(waves.cos().double())
+
+
+@pytest.mark.parametrize("order", [[], [0, 1], [1, 0]])
+def test_results_are_expected_as_code_asks_for_them(
+    order: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(SteeredPlayer("behaves", 0), monkeypatch)
+    monkeypatch.setattr(engines.EngineMaker, "prepare", lambda self, given: grouped(given))
+    model = Twofold()
+
+    def compile_and_watch(self: Fused) -> None:
+        run_in_parts(self)
+        self.order = order
+
+    with no_compiler():
+        monkeypatch.setattr(Fused, "compile", compile_and_watch)
+        parts = train_step, model, torch.optim.SGD(model.parameters(), lr=0.1)
+        step = rekindle.optimize(*parts, torch.randn(16384, 32))
+    engine = step.captured._first.engine
+    assert isinstance(engine, Graphed)
+    assert engine._steered is not None
+    needs = engine._steered._needs
+    found = [[needs._nbytes[i] for i in pieces] for pieces in needs.pieces_of.values()]
+    pair = next(sizes for sizes in found if len(sizes) == 2)
+    singles, doubles = 16384 * 32 * 4, 16384 * 32 * 8
+    assert pair == ([doubles, singles] if order == [1, 0] else [singles, doubles])
 
 
 def workspaces_of(engine: Graphed) -> dict[fx.Node, int]:

@@ -5,6 +5,7 @@ So the bytes that will be reserved are known before anything runs.
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import count
 from typing import NamedTuple
 
@@ -33,7 +34,9 @@ def plan_arena(pieces: Pieces) -> ArenaPlan:
 
     Two holes that touch are one, and may be taken for something else. So pieces that are asked for
     together are kept apart if they are short-lived; or none is, or all are, if that fits better.
+    Behind pieces of equal size that are asked for together is room for larger holes.
     """
+    rank = _rank_among_equals(pieces)
     n_positions = int(pieces.end.max(initial=0)) + 1
     is_together = (np.bincount(pieces.start, minlength=1)[pieces.start] > 1) & pieces.is_steered
     is_short = pieces.end - pieces.start <= n_positions // _SHORT
@@ -42,7 +45,8 @@ def plan_arena(pieces: Pieces) -> ArenaPlan:
     close_bytes = max(_CLOSE * least_bytes, small_bytes, least_bytes + PAGE_BYTES)
     best: ArenaPlan | None = None
     for is_apart in (is_together & is_short, is_together & False, is_together):
-        offsets = pack(pieces.start, pieces.end, pieces.nbytes + is_apart * APART_BYTES)
+        room = np.where(is_apart, np.maximum(rank, 1), rank) * APART_BYTES
+        offsets = pack(pieces.start, pieces.end, pieces.nbytes + room)
         arena_bytes = _arena_bytes(pieces, offsets)
         if best is None or arena_bytes < best.arena_bytes:
             best = ArenaPlan(offsets, arena_bytes)
@@ -50,6 +54,16 @@ def plan_arena(pieces: Pieces) -> ArenaPlan:
             break
     assert best is not None
     return best
+
+
+def _rank_among_equals(pieces: Pieces) -> Ints:
+    """How many pieces of the same size are asked for at the same position before each."""
+    seen: Counter[tuple[int, int]] = Counter()
+    ranks: list[int] = []
+    for key in zip(pieces.start.tolist(), pieces.nbytes.tolist(), strict=True):
+        ranks.append(seen[key])
+        seen[key] += 1
+    return np.array(ranks, dtype=np.int64)
 
 
 def _arena_bytes(pieces: Pieces, offsets: Ints) -> int:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from operator import itemgetter
 from types import MappingProxyType
 from typing import Protocol
@@ -186,8 +187,8 @@ class Steering:
         """Open a hole for each of the pieces that an op is going to ask for, and one to spare."""
         self._plug_holes()
         opened: dict[int, int] = {}  # by address: the bytes that are asked for
-        for target, size in self._targets(pieces):
-            opened[self._carve(target, size, opened)] = size
+        for target, size, hole_bytes in self._targets(pieces):
+            opened[self._carve(target, hole_bytes, opened)] = size
         spare = self._spare(opened)
         if spare is not None:
             opened[self._carve(*spare, opened)] = spare[1]
@@ -213,25 +214,25 @@ class Steering:
         for nbytes in [size for size in self.book.holes.values() if size > REST_BYTES]:
             self._plug(nbytes)
 
-    def _targets(self, pieces: Iterable[int]) -> list[Span]:
-        """Where each piece is to lie, and its bytes; those whose wish is free come first."""
+    def _targets(self, pieces: Sequence[int]) -> list[tuple[int, int, int]]:
+        """Where each piece is to lie, its bytes, and those of the hole that is opened for it."""
         gaps = self._gaps()
-        targets: list[Span] = []
-        others: list[tuple[int, int]] = []
-        for piece in pieces:
-            size, wanted = self._wishes.sizes[piece], self._wishes.addresses[piece]
-            if _gap_around(gaps, wanted, size) is None:
-                others.append((size, piece))
-            else:
-                targets.append((_take_from(gaps, wanted, size), size))
+        sizes = {piece: self._wishes.sizes[piece] for piece in pieces}
+        found: dict[int, int] = {}
+        for piece, size in sizes.items():  # those whose wish is free come first
+            wanted = self._wishes.addresses[piece]
+            if _gap_around(gaps, wanted, size) is not None:
+                found[piece] = _take_from(gaps, wanted, size)
+        others = [(size, piece) for piece, size in sizes.items() if piece not in found]
         for size, piece in sorted(others, reverse=True):
             unwanted = _without(gaps, self._wishes.later(piece))
             for spans in (unwanted, gaps):
                 fitting = [(high - low, low) for low, high in spans if high - low >= size]
                 if fitting:
-                    targets.append((_take_from(gaps, min(fitting)[1], size), size))
+                    found[piece] = _take_from(gaps, min(fitting)[1], size)
                     break
-        return targets
+        targets = [(found[piece], sizes[piece]) for piece in pieces if piece in found]
+        return [(*each, _hole_bytes(each, targets, gaps)) for each in targets]
 
     def _gaps(self) -> list[Span]:
         """Where nothing lies but plugs, in order."""
@@ -351,6 +352,21 @@ def _gap_around(gaps: list[Span], address: int, size: int) -> int | None:
     """The index of the gap in which so many bytes lie at an address."""
     index = bisect_right(gaps, address, key=itemgetter(0)) - 1
     return index if index >= 0 and address + size <= gaps[index][1] else None
+
+
+def _hole_bytes(target: Span, targets: Sequence[Span], gaps: list[Span]) -> int:
+    """How large a hole has to be, so that it is taken by the request it is meant for.
+
+    Of equal holes the lowest is taken first. Where requests of equal size come in another order,
+    what comes later gets a larger hole, if there is room.
+    """
+    address, size = target
+    alike = [low for low, nbytes in targets if nbytes == size]
+    alike = alike[: alike.index(address) + 1]
+    n_larger = sum(above > below for above, below in pairwise(alike))
+    end, more = address + size, n_larger * APART_BYTES
+    has_room = _gap_around(gaps, end, more) is not None
+    return size + more if has_room and all(low != end + more for low, _ in targets) else size
 
 
 def _take_from(gaps: list[Span], address: int, size: int) -> int:

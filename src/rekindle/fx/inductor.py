@@ -25,6 +25,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from rekindle.fx.halves import batch_statistics
+from rekindle.fx.requests import order_of_results
 
 log = logging.getLogger("rekindle")
 
@@ -53,6 +54,7 @@ class Fused:
         self._forms = forms
         self._writes = any(node.target in _WRITING for node in graph.nodes)
         self._code: Callable[..., Any] | None = None
+        self.order: list[int] = []  # of results, as memory is asked for them; empty if not known
 
     def __call__(self, *args: torch.Tensor | None) -> Any:
         assert self._code is not None, f"{self.__name__} has not been compiled"
@@ -77,13 +79,15 @@ class Fused:
                 graph = make_fx(self.on_fakes, decomposition_table=select_decomp_table())(*inputs)
             with tracing(TracingContext(mode)):
                 self._code = compile_fx_inner(graph, inputs)
-        if any(device.type == "cuda" for *_, device in self._forms):
-            self._try_out()
+        for device in {device for *_, device in self._forms if device.type == "cuda"}:
+            self._try_out(device)
 
-    def _try_out(self) -> None:
-        """Call it once: on a GPU, kernels are tuned when they first run, which takes memory."""
+    def _try_out(self, device: torch.device) -> None:
+        """Call it: on a GPU, kernels are tuned when they first run, which takes memory."""
         try:
-            self(*(_empty(form).zero_() for form in self._forms))
+            inputs = [_empty(form).zero_() for form in self._forms]
+            self(*inputs)
+            self.order = order_of_results(lambda: self(*inputs), device)
         except torch.OutOfMemoryError:
             log.debug("%s is tuned in the first step: there is no room now", self.__name__)
 

@@ -73,7 +73,7 @@ class Needs:
             if node is not None
         }
         self.has_workspaces = profile is not None
-        self._add_results(plan, runs, nodes, self._left(program, parts))
+        self._add_results(plan, runs, nodes, self._left(program, parts), self._ranks(program))
         if profile is not None:
             workspaces = profile.workspaces_bytes.tolist()
             for position, (run, node) in enumerate(zip(runs, nodes, strict=True)):
@@ -124,12 +124,14 @@ class Needs:
         runs: list[tuple[int, int]],
         nodes: list[fx.Node | None],
         left: set[int],
+        ranks: Mapping[tuple[int, int], int],
     ) -> None:
         """Add what ops make. What a graph hands on to later parts is there as long as the graph."""
         graph, device = self._graph, main_device(self._graph)
         laid = layout(graph, plan, in_place=False, sharing=False)
         lives = zip(laid.storage.tolist(), laid.start.tolist(), laid.end.tolist(), strict=True)
-        for storage, start, end in lives:
+        asked = sorted(lives, key=lambda life: (life[1], ranks.get((runs[life[1]][0], life[0]), 0)))
+        for storage, start, end in asked:
             if graph.storages[storage].device == device:
                 last = self._n_positions - 1 if storage in left else end
                 nbytes = graph.storages[storage].nbytes
@@ -146,6 +148,19 @@ class Needs:
         self._start.append(start)
         self._end.append(end)
         self._is_steered.append(node is not None)
+
+    def _ranks(self, program: Program) -> dict[tuple[int, int], int]:
+        """By op and storage: when memory is asked for it, among an op's results."""
+        storage_of = {value.name: value.storage for value in self._graph.values}
+        ranks: dict[tuple[int, int], int] = {}
+        for node, (_, op) in self._places.items():
+            call = program.listing.calls.get(node)
+            order: list[int] = getattr(node.target, "order", [])
+            for result in call.results if call else ():
+                index = path(result)[1]
+                if len(index) == 1 and index[0] in order:
+                    ranks[op, storage_of.get(result.name, -1)] = order.index(index[0])
+        return ranks
 
     def _left(self, program: Program, parts: list[Part]) -> set[int]:
         """The storages of what graphs hand on."""
