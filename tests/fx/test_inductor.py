@@ -65,16 +65,16 @@ def images() -> Parts:
     return train_step, model, optimizer, (torch.randn(48, 3, 6, 6), labels(48))
 
 
-def layers(count: int = 64) -> Parts:
+def layers(count: int = 64, depth: int = 2) -> Parts:
     """Without random numbers."""
-    parts = [nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU()) for _ in range(2)]
+    parts = [nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU()) for _ in range(depth)]
     model = nn.Sequential(*parts, nn.Linear(8, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     return train_step, model, optimizer, (torch.randn(count, 8), labels(count))
 
 
 def short_layers() -> Parts:
-    return short_step, *layers()[1:]
+    return short_step, *layers(512, 4)[1:]
 
 
 MODELS: dict[str, Callable[[], Parts]] = {
@@ -172,6 +172,7 @@ def test_convolutions_with_batch_norm() -> None:
 
 
 def test_layers_in_short_numbers() -> None:
+    check_plans("short layers")
     check_forms("short layers")
     check_near_the_plain_step("short layers", 0.05)
 
@@ -268,6 +269,32 @@ def test_without_a_compiler_it_is_the_plain_step(caplog: pytest.LogCaptureFixtur
     torch.manual_seed(1)
     results = {f"result {i}": step(batch).detach().clone() for i in range(STEPS)}
     assert differences(plain, {**results, **state_of(model, optimizer)}) == []
+
+
+BARE_CHILD = """
+import logging, sys
+sys.path[:0] = sys.argv[1:3]
+logging.basicConfig(level=logging.WARNING)
+from fx import test_inductor
+plain, found = (test_inductor.trained("layers", engine=each) for each in (None, "inductor"))
+assert not found.step.captured.is_compiled
+assert not test_inductor.differences(plain.state, found.state)
+"""
+
+
+def test_on_a_machine_without_a_compiler(tmp_path: Path) -> None:
+    folders = [str(Path(__file__).parents[1]), str(Path(rekindle.__file__).parents[1])]
+    command = [sys.executable, "-W", "ignore", "-c", BARE_CHILD, *folders]
+    nothing = {
+        "CXX": str(tmp_path / "no-compiler"),
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "no-cache"),
+        "XDG_CACHE_HOME": str(tmp_path),
+    }
+    ended = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, **nothing}, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "WARNING:rekindle:running without the compiler: " in ended.stderr
 
 
 CHILD = """

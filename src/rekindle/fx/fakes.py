@@ -31,10 +31,10 @@ def _batch_norm(op: OpOverload, *args: Any) -> Any:
     return result, mean, deviation
 
 
-def _group_norm(op: OpOverload, *args: Any) -> Any:
-    """The same of a group norm beside weights in float32, on the CPU."""
+def _norm(op: OpOverload, *args: Any) -> Any:
+    """The same of layer norms and group norms beside weights in float32, on the CPU."""
     result, mean, deviation = op(*args)
-    given = [arg for arg in args[1:3] if isinstance(arg, torch.Tensor) and arg.device.type == "cpu"]
+    given = [arg for arg in args[1:4] if isinstance(arg, torch.Tensor) and arg.device.type == "cpu"]
     if any(arg.dtype is torch.float32 for arg in given):
         mean, deviation = (torch.empty_like(t, dtype=torch.float32) for t in (mean, deviation))
     return result, mean, deviation
@@ -84,7 +84,8 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
     "aten::soft_margin_loss": _loss,
     "aten::binary_cross_entropy": _loss,
     "aten::native_batch_norm": _batch_norm,
-    "aten::native_group_norm": _group_norm,
+    "aten::native_group_norm": _norm,
+    "aten::native_layer_norm": _norm,
     "aten::native_group_norm_backward": _group_norm_backward,
     "aten::mkldnn_rnn_layer_backward": _onednn_backward,
     "aten::_cudnn_rnn": _cudnn_forward,
