@@ -17,6 +17,7 @@ from rekindle.cli.max_batch import _share
 from rekindle.core.simulate import simulate
 
 WIDTH = 32
+HEAVY = 128
 _LAYER = (partial(nn.Linear, WIDTH, WIDTH), nn.GELU, partial(nn.LayerNorm, WIDTH))
 
 
@@ -43,6 +44,18 @@ def make_batch(n: int) -> torch.Tensor:
     return torch.ones(n, WIDTH)
 
 
+def heavy_parts() -> tuple[Any, nn.Module, torch.optim.Optimizer]:
+    """Weights that are larger than what a small batch makes of them."""
+    torch.manual_seed(0)
+    layers = [make() for _ in range(6) for make in (partial(nn.Linear, HEAVY, HEAVY), nn.GELU)]
+    model = nn.Sequential(*layers)
+    return train_step, model, torch.optim.Adam(model.parameters())
+
+
+def make_wide_batch(n: int) -> torch.Tensor:
+    return torch.ones(n, HEAVY)
+
+
 def fits_plainly(batch: int, budget_bytes: int) -> bool:
     captured = rekindle.capture(*parts(), make_batch(batch))
     return simulate(captured.graph, rekindle.profile(captured)).peak_bytes <= budget_bytes
@@ -67,6 +80,22 @@ def test_it_is_the_largest_that_can_be_had() -> None:
     assert fits_planned(found.planned.batch, budget_bytes)
     assert not fits_planned(int(found.planned.batch * 1.04) + 1, budget_bytes)
     assert found.planned.peak_bytes <= budget_bytes
+
+
+@pytest.mark.parametrize("share", [3.8, 4.2])
+def test_it_is_the_largest_where_gradients_fill_the_budget(share: float) -> None:
+    """Updates as gradients come are what makes room, and the peak is hardly of the batch's size."""
+    params_bytes = sum(p.numel() * p.element_size() for p in heavy_parts()[1].parameters())
+    budget_bytes = int(share * params_bytes)
+    found = rekindle.max_batch(*heavy_parts(), make_wide_batch, budget=budget_bytes)
+    assert found.plain is None
+    assert found.planned is not None
+    assert found.planned.peak_bytes <= budget_bytes
+    largest = found.planned.batch
+    rekindle.optimize(*heavy_parts(), make_wide_batch(largest), budget=budget_bytes)
+    beyond = make_wide_batch(int(largest * 1.02) + 1)
+    with pytest.raises(rekindle.InfeasibleBudget):
+        rekindle.optimize(*heavy_parts(), beyond, budget=budget_bytes)
 
 
 def test_the_model_is_left_alone() -> None:

@@ -19,7 +19,9 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from rekindle.arrange import Captured, measured_profile, plan_within
@@ -36,7 +38,7 @@ from rekindle.core.fit import (
     quickest,
 )
 from rekindle.core.improve import carry_over
-from rekindle.core.ir import Role, StepGraph
+from rekindle.core.ir import Phase, Role, StepGraph
 from rekindle.core.roofline import analytic_profile
 from rekindle.core.scaling import Growth, Sized, Uneven
 from rekindle.core.schedule import Plan
@@ -49,6 +51,7 @@ from rekindle.plan import Planner
 from rekindle.plan.named import find_planner
 from rekindle.units import parse_budget
 
+Floats = NDArray[np.float64]
 Parts = tuple[Callable[..., Any], nn.Module, torch.optim.Optimizer, Any]
 
 SIZES = (8, 16)  # where a step is looked at first
@@ -59,9 +62,8 @@ _ROUGHLY = 0.03  # the same where another batch size stands for it
 _GUESSES = 2
 _GUESSER = "chen-recursive"  # a planner that takes no time and comes close to the least peak
 _SLACK = 0.0025  # by how much one batch size may misjudge another that is near
-_NEAR = 2.0  # the factor up to which one batch size stands for another
-_LOOKS = 3  # batch sizes that are looked at to be near enough
-_FIXED = (Role.PARAM, Role.BUFFER, Role.OPT_STATE, Role.GRAD)  # do not grow with the batch
+_NEAR = 1.5  # the factor up to which one batch size stands for another
+_LOOKS = 6  # batch sizes that are looked at, at most, to be near enough
 
 
 def max_batch(
@@ -125,12 +127,15 @@ class _Step:
     grow nearly evenly with the batch, another budget stands for another batch size.
     """
 
-    def __init__(self, batch: int, captured: Captured, form: StepGraph, make: Planner) -> None:
-        self.batch = batch
+    def __init__(
+        self, sized: Sized, captured: Captured, make: Planner, bytes_per_sample: Floats
+    ) -> None:
+        """`sized` is the form that is planned; `bytes_per_sample` is of each of its storages."""
+        self.batch, self.form = sized
         self.captured = captured
-        self.form = form
         self._make = make
-        costs = carry_over(captured.profile, captured.graph, form)
+        self._bytes_per_sample = bytes_per_sample
+        costs = carry_over(captured.profile, captured.graph, self.form)
         overhead_bytes = costs.overhead_bytes + captured.extra_bytes
         self._costs = replace(costs, overhead_bytes=overhead_bytes)
 
@@ -164,8 +169,28 @@ class _Step:
     @cached_property
     def fixed_bytes(self) -> int:
         """What is there at the least peak whatever the batch."""
-        there = self.trace(self.least).peak_by_role()
-        return self.captured.profile.overhead_bytes + sum(there[role] for role in _FIXED)
+        trace = self.trace(self.least)
+        there = self._bytes_per_sample[trace.alive_at(trace.peak_position)]
+        growing = int(self.batch * there.sum()) + self.captured.extra_bytes
+        if self.form.ops[trace.peak_op].phase is not Phase.OPTIMIZER:
+            growing += self._costs.costs[trace.peak_op].workspace_bytes
+        return trace.peak_bytes - growing
+
+    @property
+    def slack(self) -> float:
+        """By what share another batch may be misjudged: allocators round up what grows evenly."""
+        trace = self.trace(self.least)
+        growing = [i for i in trace.alive_at(trace.peak_position) if self._bytes_per_sample[i]]
+        exact = sum(self.form.storages[i].nbytes for i in growing)
+        rounded = int(trace.sizes_bytes[growing].sum())
+        return _SLACK + (rounded - exact) / max(exact, 1)
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether the least peak would be lower without gradients that wait for the optimizer."""
+        trace = self.trace(self.least)
+        lower = int((trace.live_bytes - trace.by_role[ROLES.index(Role.GRAD)]).max(initial=0))
+        return trace.peak_bytes - lower > _CLOSE * (trace.peak_bytes - self.fixed_bytes)
 
     @property
     def _growing_bytes(self) -> int:
@@ -229,29 +254,37 @@ class _Search:
         """The largest batch that can be planned."""
         batch = self._guess()
         for _ in range(_LOOKS):
-            self.step = self._step(batch, is_early=self.is_early)
+            self.step = self._light_step(batch)
             between = self._between()
             if batch / _NEAR <= max(1, between.fits) <= batch * _NEAR:
                 break
             batch = max(1, min(MOST, int(between.fits)))
-        between = between._replace(fails=between.fails * (1 + _SLACK))
+        between = between._replace(fails=between.fails * (1 + self.step.slack))
         planned = partial(self._planned_as, is_early=self.is_early)
         return close_in(planned, between, _CLOSE_ENOUGH)
 
     def _guess(self) -> int:
         """About the largest batch that can be planned, by a planner that takes no time.
 
-        Its plan shows, too, whether weights' gradients matter for the peak, so that parameters had
-        better be updated as their gradients come.
+        Its plan may show, too, that parameters had better be updated as their gradients come.
         """
-        batch, self.is_early = 4 * SIZES[-1], False
+        batch, make = 4 * SIZES[-1], find_planner(_GUESSER)
         for _ in range(_GUESSES):
             captured = self._captured(batch)
-            step = _Step(batch, captured, captured.graph, find_planner(_GUESSER))
+            sized = Sized(batch, captured.graph)
+            step = _Step(sized, captured, make, self.growth.bytes_per_sample)
             batch = max(1, min(MOST, int(step.reach(step.least))))
-        if with_early_updates(self.recording, step.form) is not None:
-            self.is_early = _holds_gradients(step.trace(step.least))
+        self.can_be_early = with_early_updates(self.recording, step.form) is not None
+        self.is_early = self.can_be_early and step.holds_gradients
         return batch
+
+    def _light_step(self, batch: int) -> _Step:
+        """The step at a batch size, its parameters updated early if that lowers the least peak."""
+        step = self._step(batch, is_early=self.is_early)
+        if self.can_be_early and not self.is_early and step.holds_gradients:
+            self.is_early = True
+            step = self._step(batch, is_early=True)
+        return step
 
     def _between(self) -> Between:
         """Where the largest batch lies, as far as the step at hand can stand for others."""
@@ -270,7 +303,7 @@ class _Search:
         start = Between(min(2 * plain.batch, (plain.batch * planned.batch) ** 0.5), planned.batch)
         about, fails = quickest(self._about, plain, at_least, start, _ROUGHLY)
         is_near = about.batch * _NEAR >= self.step.batch
-        beyond = min(fails * (1 + (_SLACK if is_near else _CLOSE)), planned.batch)
+        beyond = min(fails * (1 + (self.step.slack if is_near else _CLOSE)), planned.batch)
         between = Between(max(about.batch, beyond / (1 + _CLOSE_ENOUGH) + 1), beyond)
         return quickest(self._planned, plain, at_least, between, _CLOSE_ENOUGH)[0]
 
@@ -327,7 +360,7 @@ class _Search:
         form = improved(self.recording, captured.graph)
         if is_early:
             form = with_early_updates(self.recording, form) or form
-        return _Step(batch, captured, form, self.make)
+        return _Step(Sized(batch, form), captured, self.make, self.growth.bytes_per_sample)
 
     def _captured(self, batch: int) -> Captured:
         graph = self.growth.at(batch)
@@ -375,9 +408,3 @@ def _growth(looks: Sequence[_Look]) -> Growth:
             f"the largest batch cannot be forecast: {error} "
             f"(looked at {small.batch} and {large.batch})."
         ) from None
-
-
-def _holds_gradients(trace: Trace) -> bool:
-    """Whether a step's peak would be lower without the gradients that wait for the optimizer."""
-    grads = trace.by_role[ROLES.index(Role.GRAD)]
-    return bool((trace.live_bytes - grads).max(initial=0) < (1 - _CLOSE) * trace.peak_bytes)

@@ -37,6 +37,14 @@ def test_a_grown_step_is_the_captured_one(batch: int) -> None:
     assert grown().at(batch).fingerprint == step_at(batch).fingerprint
 
 
+def test_what_a_sample_adds_to_each_storage() -> None:
+    growth = grown()
+    larger, smaller = growth.at(64).storages, growth.at(2).storages
+    added = [(a.nbytes - b.nbytes) / 62 for a, b in zip(larger, smaller, strict=True)]
+    assert growth.bytes_per_sample.tolist() == added
+    assert any(added)
+
+
 def test_another_step_is_refused() -> None:
     other = step_at(8)
     ops = (replace(other.ops[0], target="aten.other"), *other.ops[1:])

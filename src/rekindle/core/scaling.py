@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from rekindle.core.cost import OpCost, Profile
 from rekindle.core.ir import StepGraph
@@ -48,6 +52,13 @@ class Growth:
             for x, y in zip(a.ops, b.ops, strict=True)
         )
         return StepGraph(ops, values, storages, a.outputs)
+
+    @cached_property
+    def bytes_per_sample(self) -> NDArray[np.float64]:
+        """By how much each storage grows with every sample."""
+        pairs = zip(self.small.graph.storages, self.large.graph.storages, strict=True)
+        grown = np.array([y.nbytes - x.nbytes for x, y in pairs], dtype=np.float64)
+        return grown / (self.large.batch - self.small.batch)
 
     def costs_at(self, small: Profile, large: Profile, graph: StepGraph, batch: int) -> Profile:
         """What the ops of the step at another batch size cost, from costs measured at both."""
