@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from dynamo.small import attention, batch_for, convolutions, perceptron, step
@@ -10,7 +12,7 @@ from rekindle import dynamo
 from rekindle.core.ir import Role
 from rekindle.dynamo.budget import Weight, share_of, static_of_model
 from rekindle.errors import InfeasibleBudget, PlanError, UnitError
-from rekindle.fx.timing import measure
+from rekindle.fx.timing import measure, tensors_around
 
 MAKERS = (perceptron, convolutions, attention)
 
@@ -140,22 +142,24 @@ def test_the_peak_has_everything_in_it() -> None:
     assert "two tensors for each parameter" in only.note
 
 
-@pytest.mark.parametrize(("make", "share"), [(perceptron, 1.04), (attention, 1.04)])
-def test_the_forecast_is_what_is_measured(make, share: float) -> None:
-    model, batch = make(), batch_for(make, 128)
+@pytest.mark.parametrize("share", [80, 70, 60])
+@pytest.mark.parametrize("make", [perceptron, attention])
+def test_the_forecast_is_what_is_measured(make, share: int) -> None:
+    """But for what operators take for themselves, as dropout does on the CPU."""
+    model, batch = make(0.0), batch_for(make, 128)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    planned = dynamo.compile(model, budget="80%", optimizer=optimizer, lower="eager")
-    out = planned(batch)
-    gradient = torch.ones_like(out)  # what the loss would hand back
+    planned = dynamo.compile(model, budget=f"{share}%", optimizer=optimizer, lower="eager")
+    shape = planned(batch).shape
 
     def train() -> None:
         optimizer.zero_grad()
-        planned(batch).backward(gradient)
+        planned(batch).backward(torch.ones(shape))  # what a loss would hand back
 
-    found = measure(train, device=torch.device("cpu"), steps=1)
+    around = partial(tensors_around, model, optimizer, batch)
+    found = measure(train, device=torch.device("cpu"), steps=1, around=around)
     (only,) = planned.plans
     assert only.plan.recompute_us > 0
-    assert 1 / share < found.peak_bytes / only.plan.peak_bytes < share
+    assert found.peak_bytes == pytest.approx(only.plan.peak_bytes, rel=0.002)
 
 
 def test_shares() -> None:

@@ -28,7 +28,10 @@ from rekindle.dynamo.fusion import Kind, kind_of, name_of, never_again, viewed, 
 from rekindle.fx import ops
 
 TANGENTS = "rekindle.tangents"
-"""The target of the op that stands for the start of the backward pass."""
+"""The target of the ops that stand for the start and the end of the backward pass.
+
+The gradients that it starts from are there until it ends: who calls it holds them.
+"""
 
 _BIG = 4  # what has at least this part of a result's bytes counts as one of its big inputs
 _MOST_NAMES = 4  # of the ops in a fused one, these many name it
@@ -117,10 +120,11 @@ class _Lift:
             if node in self.forward and not self._writes(node):
                 self._add_op(node, Phase.FORWARD)
         self._add_writes(writes)
-        self._start_backward()
+        tangents = self._start_backward()
         for node in units:
             if node not in self.forward:
                 self._add_op(node, Phase.BACKWARD)
+        self._end_backward(tangents)
         return Joint(
             self.module,
             self.n_outputs,
@@ -244,12 +248,18 @@ class _Lift:
             if node.op == "get_attr" and isinstance(self._val(node), torch.Tensor):
                 self._add_value(node, None, Role.BUFFER)
 
-    def _start_backward(self) -> None:
+    def _start_backward(self) -> tuple[int, ...]:
         tangents = [node for node in self.all if private.is_backward_input(node)]
         tangents = [node for node in tangents if isinstance(self._val(node), torch.Tensor)]
         index = len(self.ops)
         outputs = tuple(self._add_value(node, index) for node in tangents)
         self.ops.append(Op(index, "tangents", TANGENTS, Phase.BACKWARD, (), outputs))
+        self.main.append(None)
+        return outputs
+
+    def _end_backward(self, tangents: tuple[int, ...]) -> None:
+        index = len(self.ops)
+        self.ops.append(Op(index, "tangents_end", TANGENTS, Phase.BACKWARD, tangents, ()))
         self.main.append(None)
 
     def _state(self, name: str) -> int:

@@ -88,7 +88,7 @@ class _Writer:
     def _run(self, run: Run) -> None:
         """Write one op of the backward pass, or a recomputation."""
         node = self.joint.main[run.op]
-        if node is None:  # the tangents, which are there
+        if node is None:  # the tangents, which are there, and stay
             return
         simpler = without_statistics(node) if run.copy else None
         read = node.all_input_nodes
