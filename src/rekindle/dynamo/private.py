@@ -4,7 +4,8 @@ Checked with torch 2.11. Where a later version moves or changes one of these, th
 change:
 
 - `torch._inductor.compile_fx.compile_fx` with `config_patches`, and the documented hook for custom
-  partitioners, `torch._inductor.custom_graph_pass.CustomPartitionerFn`;
+  partitioners and passes, `CustomPartitionerFn` and `CustomGraphPass` of
+  `torch._inductor.custom_graph_pass`;
 - `torch._dynamo.backends.common.aot_autograd`, and `partition_fn` among its arguments; `boxed_nop`,
   which runs a graph as it is;
 - `torch._functorch.partitioners._extract_fwd_bwd_modules`, which cuts a joint graph in two where it
@@ -36,13 +37,14 @@ from torch._functorch.partitioners import (
 from torch._guards import CompileContext
 from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx
-from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch.fx.experimental.symbolic_shapes import is_symbolic
 from torch.types import py_sym_types
 from torch.utils import _pytree as pytree
 
 __all__ = [
     "CHECKED_ON",
+    "CustomGraphPass",
     "CustomPartitionerFn",
     "Modules",
     "OptimizedModule",
@@ -77,13 +79,16 @@ def compile_with_inductor(
     module: fx.GraphModule,
     inputs: Sequence[Any],
     partitioner: CustomPartitionerFn,
+    last_pass: CustomGraphPass,
     options: dict[str, Any],
 ) -> Callable[..., Any]:
     """Have Inductor compile a graph that Dynamo captured, cut in two by a partitioner of ours.
 
-    What is kept on disk is each pass's code. The whole, which would skip the partitioner, is not.
+    `last_pass` then changes both parts, unless the options have another one. What is kept on disk
+    is the code of each part. The whole, which would skip the partitioner, is not.
     """
-    patches = {**options, "custom_partitioner_fn": partitioner}
+    passes = {"post_grad_custom_post_pass": last_pass, "custom_partitioner_fn": partitioner}
+    patches = {**passes, **options}
     with functorch_config.patch(enable_autograd_cache=False):
         found: Any = compile_fx(module, inputs, config_patches=patches)
     assert callable(found)

@@ -29,6 +29,7 @@ from rekindle.dynamo.costs import joint_profile
 from rekindle.dynamo.fusion import drop_unread_statistics
 from rekindle.dynamo.joint import Joint, lift
 from rekindle.dynamo.split import split
+from rekindle.dynamo.unmerge import Unmerge
 from rekindle.dynamo.watch import Watch
 from rekindle.errors import InfeasibleBudget, PlanError, RekindleError
 from rekindle.plan.named import find_planner
@@ -114,7 +115,9 @@ class Session:
         try:
             if self.lower == "eager":
                 return private.compile_eagerly(module, inputs, partitioner)
-            return private.compile_with_inductor(module, inputs, partitioner, self.options)
+            return private.compile_with_inductor(
+                module, inputs, partitioner, Unmerge(), self.options
+            )
         except RekindleError as error:
             return _refusing(error)
 
