@@ -25,7 +25,9 @@ class CompiledModel(private.OptimizedModule):
     Parameters, state dicts, `train()` and `eval()` are the model's own.
     """
 
-    session: Session = None  # type: ignore[assignment]  # on the class, so as not to be the model's
+    # On the class, so as not to be the model's.
+    session: Session = None  # type: ignore[assignment]
+    how: dict[str, Any] = {}  # noqa: RUF012
 
     @property
     def plans(self) -> list[PlannedGraph]:
@@ -34,15 +36,35 @@ class CompiledModel(private.OptimizedModule):
 
     @property
     def measured_peak_bytes(self) -> int | None:
-        """The most that was allocated on the GPU in the second step; None until it is over."""
+        """The most that was allocated on the GPU in the second step; None until it is over.
+
+        Where that was more than the budget and the model was compiled once more, it is the second
+        step after that.
+        """
         return self.session.watch.peak_bytes
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model. The second training step is watched, and compared with the forecast."""
         if self.training and torch.is_grad_enabled():
             device = next((param.device for param in self.parameters()), None)
-            self.session.watch.begin(device, [each.plan for each in self.plans])
+            over_bytes = self.session.watch.begin(device, [each.plan for each in self.plans])
+            if (session := self.session.again(over_bytes)) is not None:
+                self._use(session)
         return super().__call__(*args, **kwargs)
+
+    def _use(self, session: Session) -> None:
+        """Have the model compiled by a session, from the next call on."""
+        found = torch.compile(self._orig_mod, backend=session, **self.how)
+        assert isinstance(found, private.OptimizedModule)
+        private.adopt(self, found)
+        self.session = session
+        self._show_signature()
+
+    def _show_signature(self) -> None:
+        """For those who look: the Hugging Face Trainer."""
+        with suppress(AttributeError, ValueError):
+            signature = inspect.signature(self._orig_mod.forward)
+            self.forward.__signature__ = signature  # type: ignore[attr-defined]
 
     def report(self, path: str | Path) -> None:
         """Write the page about the plan; it opens in any browser, without a network."""
@@ -78,13 +100,13 @@ def compile(
     [True]
     """
     session = Session(budget, planner, lower, dict(options or {}), model, optimizer)
-    found = torch.compile(model, backend=session, dynamic=dynamic, fullgraph=fullgraph)
+    how: dict[str, Any] = {"dynamic": dynamic, "fullgraph": fullgraph}
+    found = torch.compile(model, backend=session, **how)
     assert isinstance(found, private.OptimizedModule)
     found.__class__ = CompiledModel
     assert isinstance(found, CompiledModel)
-    found.session = session
-    with suppress(AttributeError, ValueError):  # for those who look: the Hugging Face Trainer
-        found.forward.__signature__ = inspect.signature(model.forward)  # type: ignore[attr-defined]
+    found.session, found.how = session, how
+    found._show_signature()
     return found
 
 

@@ -11,6 +11,7 @@ change:
 - `torch._functorch.partitioners._extract_fwd_bwd_modules`, which cuts a joint graph in two where it
   is told to, and `min_cut_rematerialization_partition`, which cuts it as `torch.compile` does;
 - `torch._functorch.compile_utils.fx_graph_cse` and `raise_getitems`;
+- `torch._dynamo.eval_frame.OptimizedModule`, and what is in it of the backend;
 - `torch._guards.CompileContext` and `torch._inductor.list_mode_options`;
 - the mark `partitioner_tag` in `node.meta`, and the names of a joint graph's placeholders.
 """
@@ -48,6 +49,7 @@ __all__ = [
     "CustomPartitionerFn",
     "Modules",
     "OptimizedModule",
+    "adopt",
     "compile_eagerly",
     "compile_with_inductor",
     "cut",
@@ -109,6 +111,14 @@ def compile_eagerly(
         )
         found: Callable[..., Any] = compiler(module, inputs)
     return found
+
+
+def adopt(module: OptimizedModule, other: OptimizedModule) -> None:
+    """Have a compiled module run as another one of the same model would."""
+    for name in ("dynamo_ctx", "_torchdynamo_orig_callable", "get_compiler_config"):
+        if name in vars(other):
+            setattr(module, name, vars(other)[name])
+    module._initialize()
 
 
 def cut(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import fx, nn
 from torch.optim import Optimizer
 
@@ -40,6 +41,8 @@ log = logging.getLogger("rekindle")
 LOWERS = ("inductor", "eager")
 _HUGE = 1 << 60
 _NAME = "rekindle"
+_MOST_OVER = 0.1  # of the budget: what is more has other reasons
+_MORE = 1.1  # of what a step took too much: in another plan, other ops are at the peak
 Key = tuple[object, ...]
 
 
@@ -82,6 +85,7 @@ class Session:
     """Compiles what Dynamo captures, each graph within its part of one budget.
 
     A model, if it is known, tells what parameters there are beside those of the graph at hand.
+    `spare_bytes` are left free of the budget, as far as that can be.
     """
 
     budget: int | str
@@ -92,6 +96,7 @@ class Session:
     optimizer: Optimizer | None = None
     plans: list[PlannedGraph] = field(default_factory=list)
     watch: Watch = field(default_factory=Watch)
+    spare_bytes: int = 0
     __name__: str = _NAME
 
     def __post_init__(self) -> None:
@@ -104,7 +109,19 @@ class Session:
     def name(self) -> str:
         """What decisions depend on, beside the graphs."""
         static = self.model and static_of_model(self.model, self.optimizer)
-        return f"{_NAME} {self.planner} {self.budget!r} {static}"
+        return f"{_NAME} {self.planner} {self.budget!r} {self.spare_bytes} {static}"
+
+    def again(self, over_bytes: int) -> Session | None:
+        """What to compile the model with anew, if a step took so much more than the forecast.
+
+        None where that would not help: it was done before, or something else than this model takes
+        memory. Nor is it done in a distributed job, where all have to decide the same.
+        """
+        most = max((each.plan.budget_bytes for each in self.plans), default=0)
+        if self.spare_bytes or not 0 < over_bytes <= _MOST_OVER * most or _is_distributed():
+            return None
+        log.info("compiling once more, with %s to spare", format_bytes(over_bytes))
+        return replace(self, plans=[], watch=Watch(), spare_bytes=int(_MORE * over_bytes))
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one graph; what Rekindle refuses is raised when the graph is called.
@@ -172,7 +189,7 @@ class Session:
         seen = weight.param_bytes + sum(weight_of(each.graph).param_bytes for each in others)
         share = 1.0 if is_share else share_of(weight, static.param_bytes - seen)
         floor = min(profile.overhead_bytes + resident_bytes(step), budget_bytes)
-        own_bytes = floor + int((budget_bytes - floor) * share)
+        own_bytes = floor + int((budget_bytes - floor) * share) - self.spare_bytes
         make = find_planner(self.planner)
         try:
             plan = make(step, profile, own_bytes)
@@ -181,6 +198,7 @@ class Session:
             if least > budget_bytes:
                 raise InfeasibleBudget(budget_bytes=budget_bytes, least_peak_bytes=least) from None
             plan = make(step, profile, least)  # more than its share, and within the budget
+        plan = replace(plan, budget_bytes=max(plan.budget_bytes, own_bytes + self.spare_bytes))
         note = _note(static, share, held, is_share)
         return PlannedGraph(step, profile, plan, {}, share, note, 0.0, key)
 
@@ -226,6 +244,10 @@ class Partitioner(private.CustomPartitionerFn):
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
         """Pickle as a name: Inductor pickles all its settings to find what it has on disk."""
         return str, (self._name,)
+
+
+def _is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
 
 
 def _refusing(error: RekindleError) -> Callable[..., Any]:

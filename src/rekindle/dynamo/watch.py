@@ -22,21 +22,28 @@ class Watch:
         self.peak_bytes: int | None = None
         self._n_steps = 0
 
-    def begin(self, device: torch.device | None, plans: Sequence[Plan]) -> None:
-        """A step begins, and the one before it is over."""
+    def begin(self, device: torch.device | None, plans: Sequence[Plan]) -> int:
+        """A step begins, and the one before it is over; returns what `compare` does.
+
+        That is 0 for all steps but the one that was watched.
+        """
         if device is None or device.type != "cuda" or self._n_steps > _WATCHED:
-            return
+            return 0
         self._n_steps += 1
         if self._n_steps == _WATCHED:
             torch.cuda.reset_peak_memory_stats(device)
         elif self._n_steps > _WATCHED:
             self.peak_bytes = torch.cuda.max_memory_allocated(device)
-            self.compare(self.peak_bytes, plans)
+            return self.compare(self.peak_bytes, plans)
+        return 0
 
-    def compare(self, peak_bytes: int, plans: Sequence[Plan]) -> None:
-        """Say how a step's peak compares with what was planned; a warning if it is too much."""
+    def compare(self, peak_bytes: int, plans: Sequence[Plan]) -> int:
+        """Say how a step's peak compares with what was planned; a warning if it is too much.
+
+        Returns the bytes over the forecast if they were over the budget, and 0 if not.
+        """
         if not plans:
-            return
+            return 0
         forecast = max(plan.peak_bytes for plan in plans)
         budget_bytes = max(plan.budget_bytes for plan in plans)
         tell = log.warning if peak_bytes > budget_bytes else log.info
@@ -46,3 +53,4 @@ class Watch:
             format_bytes(forecast),
             format_bytes(budget_bytes),
         )
+        return peak_bytes - forecast if peak_bytes > budget_bytes else 0
