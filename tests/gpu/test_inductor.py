@@ -53,3 +53,18 @@ def test_a_plan_changes_no_bit(name: str, batch: int, budget: str) -> None:
     assert not engine.reason
     assert planned_step.budget_bytes is not None
     assert engine.peak_bytes <= planned_step.budget_bytes
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_reserved_memory_is_what_was_planned() -> None:
+    """Although ops make several tensors of one size: code asks for them in the order found."""
+    torch.cuda.empty_cache()
+    step, _ = trained("gpt2", 4)
+    engine = step.captured._first.engine
+    assert isinstance(engine, Graphed)
+    fusing = step.captured._engines._fusing
+    assert fusing is not None
+    assert any(len(function.order) > 1 for function in fusing.functions)
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= 1.05 * engine.peak_bytes + (64 << 20)
