@@ -159,7 +159,7 @@ def test_the_forecast_is_what_is_measured(make, share: int) -> None:
     found = measure(train, device=torch.device("cpu"), steps=1, around=around)
     (only,) = planned.plans
     assert only.plan.recompute_us > 0
-    assert found.peak_bytes == pytest.approx(only.plan.peak_bytes, rel=0.002)
+    assert found.peak_bytes == pytest.approx(only.plan.peak_bytes, rel=0.005)
 
 
 def test_shares() -> None:
