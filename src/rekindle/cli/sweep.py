@@ -12,13 +12,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType
 from typing import IO, Any
 
 import typer
@@ -73,7 +71,6 @@ _SWEEP = "sweep.json"
 _CASES = "cases"
 _START = "from rekindle.cli.sweep_case import main; main()"
 _PATIENCE_S = 10.0
-_LOOK_S = 1.0
 
 
 def sweep_batches(
@@ -194,11 +191,11 @@ def _run_all(cases: list[Case], settings: Mapping[str, Any], folder: Path, *, ag
 
     write()
     left = [case for case, record in found.items() if record is None]
-    with _progress(len(cases), len(cases) - len(left)) as tell, noted_interrupts() as check:
+    with _progress(len(cases), len(cases) - len(left)) as tell:
         try:
             for place, case in enumerate(left):
                 tell(sweep_report.case_in_words(asdict(case)), place, len(left))
-                found[case] = run_alone(case, folder / _CASES / case.file_name, check)
+                found[case] = run_alone(case, folder / _CASES / case.file_name)
                 write()
         except KeyboardInterrupt:
             found |= {case: found[case] or _kept(folder, case) for case in left}
@@ -226,38 +223,8 @@ def _progress(total: int, kept: int) -> Iterator[Callable[[str, int, int], None]
         yield tell
 
 
-@contextmanager
-def noted_interrupts() -> Iterator[Callable[[], None]]:
-    """Ctrl-C as always; and what is handed over raises it once more, should it have been lost.
-
-    Python drops whatever is raised while it cleans an object up.
-    """
-    before, noted = signal.getsignal(signal.SIGINT), threading.Event()
-
-    def note(number: int, frame: FrameType | None) -> None:
-        noted.set()
-        if callable(before):
-            before(number, frame)
-
-    def check() -> None:
-        if noted.is_set():
-            raise KeyboardInterrupt
-
-    is_main = threading.current_thread() is threading.main_thread()  # others may not set it
-    if is_main:
-        signal.signal(signal.SIGINT, note)
-    try:
-        yield check
-    finally:
-        if is_main:
-            signal.signal(signal.SIGINT, before)
-
-
-def run_alone(case: Case, target: Path, check: Callable[[], None] = lambda: None) -> Record:
-    """Run a case in a process of its own, which leaves its record at `target`.
-
-    `check` is called now and then, and may raise.
-    """
+def run_alone(case: Case, target: Path) -> Record:
+    """Run a case in a process of its own, which leaves its record at `target`."""
     target.unlink(missing_ok=True)
     here = str(Path(rekindle.__file__).parents[1])
     paths = os.pathsep.join(path for path in (here, os.environ.get("PYTHONPATH")) if path)
@@ -267,8 +234,7 @@ def run_alone(case: Case, target: Path, check: Callable[[], None] = lambda: None
             command, stdout=log, stderr=log, env={**os.environ, "PYTHONPATH": paths}
         )
         try:
-            while (code := _ended(process)) is None:
-                check()
+            code = process.wait()
         except BaseException:
             _end(process)
             raise
@@ -278,14 +244,6 @@ def run_alone(case: Case, target: Path, check: Callable[[], None] = lambda: None
         record = _of_the_dead(case, code, log)
         write_atomically(target, record)
         return record
-
-
-def _ended(process: subprocess.Popen[bytes]) -> int | None:
-    """The code that a process ends with, if it does soon."""
-    try:
-        return process.wait(_LOOK_S)
-    except subprocess.TimeoutExpired:
-        return None
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
