@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch._C._profiler import _EventType
 from torch.autograd import DeviceType
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, record_function
@@ -221,10 +222,27 @@ def _watching_the_allocator() -> Any:
 def allocations(profiler: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """When the CPU's allocator was used, and the bytes held since the start, before and after each.
 
-    The second array is one longer: its first element is 0.
+    The second array is one longer: its first element is 0. Only blocks that were taken while the
+    allocator was watched count: for others that go, the profiler knows no size, or a wrong one,
+    that of a block which lay at the same address when the allocator was watched before.
     """
-    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-    rows = sorted((e.start_ns(), e.nbytes()) for e in events if e.device_type() == DeviceType.CPU)
-    moments = np.array([moment for moment, _ in rows], dtype=np.int64)
-    totals = np.cumsum([0, *(nbytes for _, nbytes in rows)], dtype=np.int64)
-    return moments, totals
+    events = list(profiler.profiler.kineto_results.experimental_event_tree())
+    found = []
+    while events:
+        event = events.pop()
+        events.extend(event.children)
+        if event.tag == _EventType.Allocation and event.extra_fields.device.type == "cpu":
+            found.append((event.start_time_ns, event.extra_fields))
+    found.sort(key=lambda pair: pair[0])
+    held: set[int] = set()
+    moments, changes = [], [0]
+    for moment, block in found:
+        if block.alloc_size > 0:
+            held.add(block.ptr)
+        elif block.ptr in held:
+            held.remove(block.ptr)
+        else:
+            continue
+        moments.append(moment)
+        changes.append(block.alloc_size)
+    return np.array(moments, dtype=np.int64), np.cumsum(changes, dtype=np.int64)
