@@ -12,9 +12,7 @@ planned at its own.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -46,6 +44,7 @@ from rekindle.core.simulate import ROLES, Trace, simulate
 from rekindle.errors import InfeasibleBudget, PlanError, ProfileError
 from rekindle.fx import tree
 from rekindle.fx.forms import improved, with_early_updates
+from rekindle.fx.garbage import collected_later
 from rekindle.fx.step import CapturedStep
 from rekindle.plan import Planner
 from rekindle.plan.named import find_planner
@@ -226,7 +225,7 @@ class _Search:
         self.tell("looking for the largest batch of the plain step")
         plain = self._largest_plain()
         quick = None
-        with _collecting_later():
+        with collected_later():  # planners make many small objects, and hardly any cycles
             self.tell("looking for the largest batch of a planned step")
             planned = self._largest_planned()
             if plain is not None and (planned is None or planned.batch < plain.batch):
@@ -381,22 +380,6 @@ class _Search:
     def _plain_trace(self, batch: int) -> Trace:
         captured = self._captured(batch)
         return simulate(captured.graph, captured.profile)
-
-
-@contextmanager
-def _collecting_later() -> Iterator[None]:
-    """Puts off the search for garbage in cycles, of which planners leave little.
-
-    They make so many small objects that all a capture holds would be gone through again and again,
-    for a quarter of their time.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _growth(looks: Sequence[_Look]) -> Growth:

@@ -25,7 +25,7 @@ from uncompiled import (
     train,
 )
 
-from rekindle.fx import for_gpu, halves
+from rekindle.fx import halves
 from rekindle.fx.compare import State
 from rekindle.fx.normal import normalized
 
@@ -649,7 +649,7 @@ def sums(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> Any:
 @pytest.mark.parametrize("bias", [False, True])
 def test_padded_products(monkeypatch: pytest.MonkeyPatch, bias: bool) -> None:
     """Every number is exact, so that they are the same."""
-    monkeypatch.setattr(for_gpu, "_WORTH_FLOPS", 1)
+    monkeypatch.setattr("rekindle.fx.sides._WORTH_FLOPS", 1)
 
     def make() -> Parts:
         model = Vocabulary(bias)
@@ -669,7 +669,7 @@ def test_padded_products(monkeypatch: pytest.MonkeyPatch, bias: bool) -> None:
 
 def test_other_products_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a tensor with itself; with a bias of another shape; with factors."""
-    monkeypatch.setattr(for_gpu, "_WORTH_FLOPS", 1)
+    monkeypatch.setattr("rekindle.fx.sides._WORTH_FLOPS", 1)
 
     class Odd(nn.Module):
         def __init__(self) -> None:

@@ -15,7 +15,7 @@ from uncompiled import Parts, assert_close, grouped, grouped_for_gpu, no_compile
 
 from rekindle.core.dataflow import dataflow
 from rekindle.core.ir import CAST_TARGET, Role
-from rekindle.fx import for_gpu, halves
+from rekindle.fx import halves
 from rekindle.fx.again import Again
 from rekindle.fx.lift import lift
 from rekindle.fx.normal import normalized
@@ -47,7 +47,7 @@ def test_the_gradient_of_a_loss_lies_over_the_logits() -> None:
 
 def test_so_it_does_where_the_product_was_padded(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, in half precision: 498 columns become 504, and the place has as many."""
-    monkeypatch.setattr(for_gpu, "_WORTH_FLOPS", 1)
+    monkeypatch.setattr("rekindle.fx.sides._WORTH_FLOPS", 1)
 
     def make() -> Parts:
         step, model, _, (batch,) = classifier(498)

@@ -38,6 +38,7 @@ _MOST_FOR_A_TRY = (
 )  # and up to here it is tried where the others stay far from the bound
 _MOST_DROPPABLE_FOR_A_TRY = 120  # with more activations, there are more decisions than that
 _TRY_NODES = 300  # of the search tree
+_MOST_DROPPABLE_FOR_EXCHANGES = 200  # with more, some hundred exchanges have not helped yet
 
 
 def plan_auto(graph: StepGraph, profile: Profile, budget_bytes: int) -> Plan:
@@ -217,7 +218,8 @@ class Session:
 
     def _by_wider_search(self, found: Candidate | None, budget_bytes: int) -> Iterator[Candidate]:
         """What is tried where the cheapest is far from the bound, or there is none."""
-        if found and found.chosen:
+        is_small = len(self.problem.droppable) <= _MOST_DROPPABLE_FOR_EXCHANGES
+        if found and found.chosen and is_small:
             yield self._candidate(exchange(self.problem, found.chosen, budget_bytes))
         if self.n_decisions <= _MOST_FOR_A_TRY:
             with suppress(PlanError):

@@ -7,7 +7,7 @@ one by one, and only the bytes they keep add up.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -128,7 +128,8 @@ class Blocks:
             ops.insert(len(forward), readers[0])
         place = {op: i for i, op in enumerate(forward)}
         place.update({op: len(forward) + 1 + 2 * i for i, op in enumerate(readers)})
-        needs = [[place[op] for op in problem.needs[c] if op not in forward] for c in cells]
+        inside = set(forward)
+        needs = [[place[op] for op in problem.needs[c] if op not in inside] for c in cells]
         exports = [local[c] for c in cells if self.exports(c, last)]
         blocks = [self.block_of_cell[c] - first for c in cells]
         borders = [
@@ -176,25 +177,23 @@ class Blocks:
 
         Before the first, it counts from the last reader of whatever segment.
         """
-        base = self.problem.base
-
-        def most(start: int, stop: int) -> int:
-            return int(base[start:stop].max(initial=0))
-
-        rest: list[int] = []
+        base, rest = self.problem.base, []
         if readers:
             place = bisect_left(self._all_readers, readers[0])
             before = self._all_readers[place - 1] if place else self.ops[-1]
-            rest.append(most(before + 1, readers[0]))
-        for reader, following in zip(readers, [*readers[1:], self.problem.n_ops], strict=False):
-            stop = min(following, self._next_reader(reader))
-            rest += [int(base[reader]), most(reader + 1, stop)]
+            rest.append(int(base[before + 1 : readers[0]].max(initial=0)))
+        for reader in readers:
+            rest += [int(base[reader]), self._after[reader]]
         return np.array([*base[forward], *rest], dtype=np.int64)
 
-    def _next_reader(self, op: int) -> int:
-        """The next reader of whatever segment."""
-        place = bisect_right(self._all_readers, op)
-        return self._all_readers[place] if place < len(self._all_readers) else self.problem.n_ops
+    @cached_property
+    def _after(self) -> dict[int, int]:
+        """The most that the base is between each reader and the next one of whatever segment."""
+        base, ends = self.problem.base, [*self._all_readers[1:], self.problem.n_ops]
+        return {
+            reader: int(base[reader + 1 : end].max(initial=0))
+            for reader, end in zip(self._all_readers, ends, strict=False)
+        }
 
 
 def _cuts(crossing: Ints, most: int, never: int) -> Ints:

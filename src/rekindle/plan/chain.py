@@ -12,7 +12,7 @@ from rekindle.plan.lower import Choices, choices
 from rekindle.plan.options import Shape, shapes
 from rekindle.plan.problem import Floats, Ints, Problem
 
-LENGTHS = (1, 2, 3, 4, 6, 8, 12)  # of segments, in blocks
+LENGTHS = (1, 2, 3, 4, 6, 12)  # of segments, in blocks
 MOST_CELLS = 500  # of a segment of more than three blocks, on average: the blocks are long then
 MOST_STATES = 1000
 

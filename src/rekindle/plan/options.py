@@ -17,7 +17,7 @@ from rekindle.plan.cut import Cut, CutNetwork
 from rekindle.plan.lower import Choices, choices, lower
 from rekindle.plan.problem import Ints, Problem
 
-MOST_OPTIONS = 16
+MOST_OPTIONS = 10
 _STEEPEST = 1e4  # µs per byte: a price at which nothing is kept that need not be
 
 
