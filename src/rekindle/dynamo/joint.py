@@ -25,6 +25,7 @@ from rekindle.core.ir import FUSED_PREFIX, Op, Phase, Role, Source, StepGraph, S
 from rekindle.core.roles import assign_roles
 from rekindle.dynamo import private
 from rekindle.dynamo.fusion import Kind, kind_of, name_of, never_again, viewed, without_statistics
+from rekindle.dynamo.ungiven import ungiven
 from rekindle.fx import ops
 
 TANGENTS = "rekindle.tangents"
@@ -64,9 +65,20 @@ class Joint:
         return self.step.bytes_by_role()[Role.PARAM]
 
 
-def lift(module: fx.GraphModule, n_outputs: int, static: Collection[int], *, fuses: bool) -> Joint:
-    """The step of a joint graph; `static` are the inputs that stay: parameters and buffers."""
-    return _Lift(module, n_outputs, static, fuses).run()
+def lift(
+    module: fx.GraphModule,
+    n_outputs: int,
+    static: Collection[int],
+    *,
+    fuses: bool,
+    holds_outputs: bool = True,
+) -> Joint:
+    """The step of a joint graph; `static` are the inputs that stay: parameters and buffers.
+
+    What the forward pass returns is there until the step ends; if the caller does not hold it, only
+    numbers are.
+    """
+    return _Lift(module, n_outputs, static, fuses, holds_outputs).run()
 
 
 def outputs_of(graph: fx.Graph) -> list[fx.Node | None]:
@@ -88,9 +100,15 @@ def nbytes_of(node: fx.Node) -> int:
 
 class _Lift:
     def __init__(
-        self, module: fx.GraphModule, n_outputs: int, static: Collection[int], fuses: bool
+        self,
+        module: fx.GraphModule,
+        n_outputs: int,
+        static: Collection[int],
+        fuses: bool,
+        holds_outputs: bool,
     ) -> None:
         self.module, self.n_outputs, self.static = module, n_outputs, set(static)
+        self.holds_outputs = holds_outputs
         self.all = list(module.graph.nodes)
         self.place = {node: place for place, node in enumerate(self.all)}
         self.kinds = {node: kind_of(node, fuses=fuses) for node in self.all}
@@ -193,6 +211,10 @@ class _Lift:
         computes = self.kinds[node] in (Kind.OPAQUE, Kind.GATHERED, Kind.SIMPLE)
         return computes and isinstance(self._val(node), torch.Tensor)
 
+    def _is_number(self, node: fx.Node) -> bool:
+        val = self._val(node)
+        return not isinstance(val, torch.Tensor) or val.dim() == 0
+
     def _base(self, node: fx.Node) -> fx.Node:
         """What a node looks at, through all views; itself if it is none."""
         while self.kinds[node] in (Kind.VIEW, Kind.WRITE):
@@ -251,6 +273,7 @@ class _Lift:
     def _start_backward(self) -> tuple[int, ...]:
         tangents = [node for node in self.all if private.is_backward_input(node)]
         tangents = [node for node in tangents if isinstance(self._val(node), torch.Tensor)]
+        self.sizes |= dict.fromkeys(ungiven(self.module.graph), 0)
         index = len(self.ops)
         outputs = tuple(self._add_value(node, index) for node in tangents)
         self.ops.append(Op(index, "tangents", TANGENTS, Phase.BACKWARD, (), outputs))
@@ -350,7 +373,8 @@ class _Lift:
         return FUSED_PREFIX + "_".join(reversed(list(last)[:_MOST_NAMES]))
 
     def _step(self) -> StepGraph:
-        ends = [*self.results, *(node for node in self.gradients if node is not None)]
+        held = [node for node in self.results if self.holds_outputs or self._is_number(node)]
+        ends = [*held, *(node for node in self.gradients if node is not None)]
         bases = [base for node in ends if (base := self._base(node)) in self.value_of]
         outputs = dict.fromkeys(self.value_of[b] for b in bases if b.op == "call_function")
         of_params = {

@@ -6,13 +6,17 @@ change:
 - `torch._inductor.compile_fx.compile_fx` with `config_patches`, and the documented hook for custom
   partitioners and passes, `CustomPartitionerFn` and `CustomGraphPass` of
   `torch._inductor.custom_graph_pass`;
+- `compile_fx_inner` there, which compiles the graph of one pass;
+- `set_materialize_grads` of the function that AOTAutograd makes of both passes, which is the
+  `grad_fn` of its outputs, and `torch._dynamo.compiled_autograd`, with which that must not be done;
 - `torch._dynamo.backends.common.aot_autograd`, and `partition_fn` among its arguments; `boxed_nop`,
   which runs a graph as it is;
 - `torch._functorch.partitioners._extract_fwd_bwd_modules`, which cuts a joint graph in two where it
   is told to, and `min_cut_rematerialization_partition`, which cuts it as `torch.compile` does;
 - `torch._functorch.compile_utils.fx_graph_cse` and `raise_getitems`;
 - `torch._dynamo.eval_frame.OptimizedModule`, and what is in it of the backend;
-- `torch._guards.CompileContext` and `torch._inductor.list_mode_options`;
+- `torch._guards.CompileContext` and `TracingContext`, and what enters them again;
+- `torch._inductor.list_mode_options`;
 - the mark `partitioner_tag` in `node.meta`, and the names of a joint graph's placeholders.
 """
 
@@ -20,10 +24,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo import compiled_autograd
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._dynamo.eval_frame import OptimizedModule
@@ -35,13 +41,15 @@ from torch._functorch.partitioners import (
     _must_be_in_forward,
     min_cut_rematerialization_partition,
 )
-from torch._guards import CompileContext
+from torch._guards import CompileContext, TracingContext, compile_context, tracing
+from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
-from torch._inductor.compile_fx import compile_fx
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch.fx.experimental.symbolic_shapes import is_symbolic
 from torch.types import py_sym_types
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
     "CHECKED_ON",
@@ -55,10 +63,12 @@ __all__ = [
     "cut",
     "hint",
     "identity",
+    "in_this_context",
     "is_backward_input",
     "is_sym",
     "is_tagged_backward",
     "is_unsupported",
+    "leave_away_zeros",
     "leaves",
     "mode_options",
     "must_be_in_backward",
@@ -66,6 +76,7 @@ __all__ = [
     "stay_in_backward",
     "stay_in_forward",
     "torch_partition",
+    "wants_channels_last",
     "without_repeats",
 ]
 
@@ -73,6 +84,8 @@ CHECKED_ON = ("2.11",)
 
 Modules = tuple[fx.GraphModule, fx.GraphModule]
 PartitionFn = Callable[..., Modules]
+Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Any]]
+CompileBackward = Callable[[fx.GraphModule, Sequence[Any], Compile], Callable[[list[Any]], Any]]
 _UNKNOWN = 4096  # the size of a dimension that depends on values
 _UNSUPPORTED = ("seed", "offset", "rng_state")  # parts of names of random state handed in
 
@@ -82,35 +95,96 @@ def compile_with_inductor(
     inputs: Sequence[Any],
     partitioner: CustomPartitionerFn,
     last_pass: CustomGraphPass,
+    backward: CompileBackward,
     options: dict[str, Any],
 ) -> Callable[..., Any]:
     """Have Inductor compile a graph that Dynamo captured, cut in two by a partitioner of ours.
 
-    `last_pass` then changes both parts, unless the options have another one. What is kept on disk
-    is the code of each part. The whole, which would skip the partitioner, is not.
+    `last_pass` then changes both parts, unless the options have another one, and `backward` gets
+    the second one, with what compiles it. Sides of matrix products are not padded, and convolutions
+    that want it get their channels last. What is kept on disk is the code of each part. The whole,
+    which would skip the partitioner, is not.
     """
     passes = {"post_grad_custom_post_pass": last_pass, "custom_partitioner_fn": partitioner}
-    patches = {**passes, **options}
+    patches = {**passes, "shape_padding": False, **options}
+
+    def compile_part(part: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        layout = {"force_layout_optimization": True} if wants_channels_last(part.graph) else {}
+
+        def compile_now(part: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+            with inductor_config.patch({**layout, **patches}):
+                return compile_fx_inner(part, inputs, **kwargs)
+
+        is_backward = kwargs.get("is_backward", False)
+        return (backward if is_backward else _compile_at_once)(part, inputs, compile_now)
+
     with functorch_config.patch(enable_autograd_cache=False):
-        found: Any = compile_fx(module, inputs, config_patches=patches)
+        found: Any = compile_fx(module, inputs, compile_part, patches)
     assert callable(found)
     return found  # type: ignore[no-any-return]
 
 
 def compile_eagerly(
-    module: fx.GraphModule, inputs: Sequence[Any], partition: PartitionFn
+    module: fx.GraphModule, inputs: Sequence[Any], partition: PartitionFn, backward: CompileBackward
 ) -> Callable[..., Any]:
     """Cut a graph that Dynamo captured in two, and run both as they are, operator by operator."""
 
     with functorch_config.patch(enable_autograd_cache=False):
         compiler = aot_autograd(
             fw_compiler=boxed_nop,
-            bw_compiler=boxed_nop,
+            bw_compiler=lambda part, inputs: backward(part, inputs, _as_it_is),
             partition_fn=partition,
             keep_inference_input_mutations=True,
         )
         found: Callable[..., Any] = compiler(module, inputs)
     return found
+
+
+def _as_it_is(part: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    return boxed_nop(part, list(inputs))
+
+
+def _compile_at_once(part: fx.GraphModule, inputs: Sequence[Any], compile: Compile) -> Any:
+    return compile(part, inputs)
+
+
+def in_this_context(compile: Compile) -> Compile:
+    """What compiles as if it were called now, whenever it is."""
+    ours, ours_to_compile = TracingContext.try_get(), CompileContext.try_get()
+
+    def compile_in_context(part: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        is_there = TracingContext.try_get() is ours
+        with nullcontext() if is_there else tracing(ours), compile_context(ours_to_compile):
+            return compile(part, inputs)
+
+    return compile_in_context
+
+
+def leave_away_zeros(outputs: Any) -> None:
+    """Have a compiled backward pass get None for gradients that are not given, and no zeros."""
+    tensors = [each for each in leaves(outputs) if isinstance(each, torch.Tensor)]
+    is_plain = not any(map(is_traceable_wrapper_subclass, tensors))
+    if is_plain and not compiled_autograd.compiled_autograd_enabled:
+        for made_by in {each.grad_fn for each in tensors}:
+            if type(made_by).__name__ == "CompiledFunctionBackward":
+                made_by.set_materialize_grads(False)  # type: ignore[union-attr]
+
+
+def wants_channels_last(graph: fx.Graph) -> bool:
+    """Whether all convolutions of a graph are such that libraries turn their tensors anyway.
+
+    On a GPU, in half precision, that is so, and what they turn takes memory of its own. Inductor
+    leaves convolutions alone where all have few channels.
+    """
+    target = torch.ops.aten.convolution.default
+    calls = graph.find_nodes(op="call_function", target=target)
+    return bool(calls) and all(
+        isinstance(val := call.args[0].meta.get("val"), torch.Tensor)
+        and (val.device.type, val.dtype.itemsize, val.dim()) == ("cuda", 2, 4)
+        and call.args[8] == 1  # groups
+        for call in calls
+        if isinstance(call.args[0], fx.Node)
+    )
 
 
 def adopt(module: OptimizedModule, other: OptimizedModule) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -14,10 +15,11 @@ from torch import fx, nn
 from torch.optim import Optimizer
 
 from rekindle.core.cost import Profile
-from rekindle.core.ir import StepGraph
+from rekindle.core.ir import Phase, StepGraph
 from rekindle.core.schedule import Plan
 from rekindle.core.simulate import Trace, simulate
 from rekindle.dynamo import pages, private
+from rekindle.dynamo.align import align
 from rekindle.dynamo.budget import (
     Static,
     resident_bytes,
@@ -29,9 +31,11 @@ from rekindle.dynamo.budget import (
 from rekindle.dynamo.costs import joint_profile
 from rekindle.dynamo.fusion import drop_unread_statistics
 from rekindle.dynamo.joint import Joint, lift
+from rekindle.dynamo.masks import simplify_masks
 from rekindle.dynamo.split import split
-from rekindle.dynamo.unmerge import Unmerge
-from rekindle.dynamo.watch import Watch
+from rekindle.dynamo.tidy import Tidy
+from rekindle.dynamo.ungiven import compile_backward, ungiven
+from rekindle.dynamo.watch import Watch, compare
 from rekindle.errors import InfeasibleBudget, PlanError, RekindleError
 from rekindle.plan.named import find_planner
 from rekindle.units import format_bytes, parse_budget
@@ -41,8 +45,10 @@ log = logging.getLogger("rekindle")
 LOWERS = ("inductor", "eager")
 _HUGE = 1 << 60
 _NAME = "rekindle"
-_MOST_OVER = 0.1  # of the budget: what is more has other reasons
-_MORE = 1.1  # of what a step took too much: in another plan, other ops are at the peak
+_MOST_OVER = 0.4  # of the budget: what is more has other reasons
+_MORE = (1.1, 1.5, 2.0)  # of what a step took too much: in another plan, others are at the peak
+_DROPPED = 0.7  # of the outputs' bytes, taken less than forecast: the caller let go of them
+_WORTH_BYTES, _WORTH_US = 0.03, 0.02  # of the budget, and of a step's time, for another plan
 Key = tuple[object, ...]
 
 
@@ -50,14 +56,16 @@ Key = tuple[object, ...]
 class PlannedGraph:
     """A compiled graph: its step, what it costs, its plan, and what the two modules hold.
 
-    `kept` are the tensors that the forward pass makes and leaves to the backward pass, with their
-    bytes. `share` is the part it was given of what static bytes and earlier graphs leave, `note`
-    says why; `seconds` is what planning took.
+    `budget_bytes` is what a step may take, of which the plan may have been made for less. `kept`
+    are the tensors that the forward pass makes and leaves to the backward pass, with their bytes.
+    `share` is the part it was given of what static bytes and earlier graphs leave, `note` says why;
+    `seconds` is what planning took.
     """
 
     graph: StepGraph
     profile: Profile
     plan: Plan
+    budget_bytes: int
     kept: dict[str, int]
     share: float
     note: str
@@ -68,6 +76,22 @@ class PlannedGraph:
     def kept_bytes(self) -> int:
         """The bytes held from the forward pass to the backward pass."""
         return sum(self.kept.values())
+
+    @property
+    def output_bytes(self) -> int:
+        """The bytes of what the forward pass returns."""
+        graph = self.graph
+        made_by = ((value, graph.values[value].producer) for value in graph.outputs)
+        return sum(
+            graph.storage_of(value).nbytes
+            for value, op in made_by
+            if op is not None and graph.ops[op].phase is Phase.FORWARD
+        )
+
+    @property
+    def recompute_share(self) -> float:
+        """The time that recomputation adds to the graph's own."""
+        return self.plan.recompute_us / max(sum(cost.time_us for cost in self.profile.costs), 1e-9)
 
     @property
     def trace(self) -> Trace:
@@ -85,7 +109,9 @@ class Session:
     """Compiles what Dynamo captures, each graph within its part of one budget.
 
     A model, if it is known, tells what parameters there are beside those of the graph at hand.
-    `spare_bytes` are left free of the budget, as far as that can be.
+    `spare_bytes` are left free of the budget, as far as that can be. `holds_outputs` says whether
+    the caller is taken to hold the outputs of the forward pass during the backward pass; `tries` is
+    how often the model was planned anew; `short_bytes` is what a later graph lacks.
     """
 
     budget: int | str
@@ -97,6 +123,9 @@ class Session:
     plans: list[PlannedGraph] = field(default_factory=list)
     watch: Watch = field(default_factory=Watch)
     spare_bytes: int = 0
+    holds_outputs: bool = True
+    tries: int = 0
+    short_bytes: int = 0
     __name__: str = _NAME
 
     def __post_init__(self) -> None:
@@ -109,19 +138,64 @@ class Session:
     def name(self) -> str:
         """What decisions depend on, beside the graphs."""
         static = self.model and static_of_model(self.model, self.optimizer)
-        return f"{_NAME} {self.planner} {self.budget!r} {self.spare_bytes} {static}"
+        how = f"{self.planner} {self.budget!r} {self.spare_bytes} {self.holds_outputs}"
+        return f"{_NAME} {how} {static}"
 
-    def again(self, over_bytes: int) -> Session | None:
-        """What to compile the model with anew, if a step took so much more than the forecast.
+    @property
+    def forecast_bytes(self) -> int:
+        """The peak of a step, by the plans made so far."""
+        return max((each.plan.peak_bytes for each in self.plans), default=0)
 
-        None where that would not help: it was done before, or something else than this model takes
-        memory. Nor is it done in a distributed job, where all have to decide the same.
+    @property
+    def budget_bytes(self) -> int:
+        """What a step may take; known once there are plans."""
+        return max((each.budget_bytes for each in self.plans), default=0)
+
+    def again(self, peak_bytes: int) -> Session | None:
+        """What to compile the model with anew, now that a step is known to have taken so much.
+
+        None where that would not help. Nor is it done in a distributed job, where all have to
+        decide the same.
         """
-        most = max((each.plan.budget_bytes for each in self.plans), default=0)
-        if self.spare_bytes or not 0 < over_bytes <= _MOST_OVER * most or _is_distributed():
+        compare(peak_bytes, self.forecast_bytes, self.budget_bytes)
+        over_bytes = peak_bytes - self.forecast_bytes
+        if self.tries >= len(_MORE) or _is_distributed():
             return None
-        log.info("compiling once more, with %s to spare", format_bytes(over_bytes))
-        return replace(self, plans=[], watch=Watch(), spare_bytes=int(_MORE * over_bytes))
+        if peak_bytes > self.budget_bytes:
+            if over_bytes > _MOST_OVER * self.budget_bytes:
+                return None  # something else than this model takes memory
+            log.info("compiling once more, with %s to spare", format_bytes(over_bytes))
+            return self._anew(spare_bytes=int(_MORE[self.tries] * over_bytes))
+        if self._can_use_outputs_room(-over_bytes):
+            log.info("compiling once more: outputs are not held during the backward pass")
+            return self._anew(holds_outputs=False)
+        return None
+
+    def with_room(self) -> Session | None:
+        """What to compile the model with anew, if earlier graphs left too little to a later one."""
+        if not self.short_bytes or self.tries >= len(_MORE):
+            return None
+        log.info(
+            "compiling once more, with %s left to later graphs", format_bytes(self.short_bytes)
+        )
+        more_bytes = int(_MORE[self.tries] * self.short_bytes)
+        return self._anew(spare_bytes=self.spare_bytes + more_bytes)
+
+    def _anew(self, **changes: Any) -> Session:
+        fresh = {"plans": [], "watch": Watch(), "short_bytes": 0, "tries": self.tries + 1}
+        return replace(self, **fresh, **changes)  # type: ignore[arg-type]
+
+    def _can_use_outputs_room(self, under_bytes: int) -> bool:
+        """Whether outputs that the caller let go of leave room that makes steps much faster.
+
+        With several graphs, the outputs of one are held as the inputs of the next.
+        """
+        if not self.holds_outputs or len({each.key for each in self.plans}) != 1:
+            return False
+        last = self.plans[-1]
+        is_much = last.output_bytes > _WORTH_BYTES * self.budget_bytes
+        is_slow = last.recompute_share > _WORTH_US
+        return is_much and is_slow and under_bytes > _DROPPED * last.output_bytes
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one graph; what Rekindle refuses is raised when the graph is called.
@@ -129,14 +203,17 @@ class Session:
         Whatever a backend raises while Dynamo compiles, Dynamo wraps; so it is raised later.
         """
         partitioner = Partitioner(self, private.identity(module))
+        simplify_masks(module)
         try:
             if self.lower == "eager":
-                return private.compile_eagerly(module, inputs, partitioner)
-            return private.compile_with_inductor(
-                module, inputs, partitioner, Unmerge(), self.options
-            )
+                found = private.compile_eagerly(module, inputs, partitioner, compile_backward)
+            else:
+                found = private.compile_with_inductor(
+                    module, inputs, partitioner, Tidy(), compile_backward, self.options
+                )
         except RekindleError as error:
             return _refusing(error)
+        return _without_zeros(found) if partitioner.has_ungiven else found
 
     def partition(
         self,
@@ -155,8 +232,9 @@ class Session:
             )
         drop_unread_statistics(module.graph)
         private.without_repeats(module)
-        joint = lift(module, n_outputs, static, fuses=self.lower == "inductor")
-        planned = self._plan(joint, key)
+        if self.lower == "inductor":
+            align(module.graph)
+        joint, planned = self._planned(module, n_outputs, static, key)
         planned.plan.check(joint.step)
         found = split(joint, planned.plan)
         seconds = time.perf_counter() - start
@@ -174,6 +252,30 @@ class Session:
         )
         return found.forward, found.backward
 
+    def _planned(
+        self, module: fx.GraphModule, n_outputs: int, static: Sequence[int], key: Key
+    ) -> tuple[Joint, PlannedGraph]:
+        """A joint graph as a step, and its plan.
+
+        Where nothing fits as long as outputs beside a loss are held, they are taken not to be.
+        """
+
+        def lifted(holds_outputs: bool) -> Joint:
+            fuses = self.lower == "inductor"
+            return lift(module, n_outputs, static, fuses=fuses, holds_outputs=holds_outputs)
+
+        joint = lifted(self.holds_outputs)
+        try:
+            return joint, self._plan(joint, key)
+        except InfeasibleBudget:
+            if not self.holds_outputs or not ungiven(module.graph):
+                raise
+        joint = lifted(holds_outputs=False)
+        planned = self._plan(joint, key)
+        note = "outputs have to be let go of before the backward pass: with them, nothing fits"
+        log.warning(note)
+        return joint, replace(planned, note=f"{planned.note}; {note}")
+
     def _plan(self, joint: Joint, key: Key) -> PlannedGraph:
         step, weight = joint.step, weight_of(joint.step)
         static = self._static(step)
@@ -182,10 +284,9 @@ class Session:
         profile = joint_profile(joint)
         alone = replace(profile, overhead_bytes=profile.overhead_bytes + static.outside(step))
         profile = replace(alone, overhead_bytes=alone.overhead_bytes + held)
-        budget_bytes = parse_budget(self.budget, simulate(step, alone).peak_bytes)
+        plain_bytes = sum(weight_of(each.graph).activation_bytes for each in others)
+        budget_bytes = parse_budget(self.budget, simulate(step, alone).peak_bytes + plain_bytes)
         is_share = isinstance(self.budget, str) and self.budget.strip().endswith("%")
-        if is_share:
-            budget_bytes += held
         seen = weight.param_bytes + sum(weight_of(each.graph).param_bytes for each in others)
         share = 1.0 if is_share else share_of(weight, static.param_bytes - seen)
         floor = min(profile.overhead_bytes + resident_bytes(step), budget_bytes)
@@ -196,11 +297,27 @@ class Session:
         except InfeasibleBudget as error:
             least = error.least_peak_bytes
             if least > budget_bytes:
-                raise InfeasibleBudget(budget_bytes=budget_bytes, least_peak_bytes=least) from None
+                self._fall_short(budget_bytes, least, is_soft=is_share, is_later=bool(others))
             plan = make(step, profile, least)  # more than its share, and within the budget
-        plan = replace(plan, budget_bytes=max(plan.budget_bytes, own_bytes + self.spare_bytes))
-        note = _note(static, share, held, is_share)
-        return PlannedGraph(step, profile, plan, {}, share, note, 0.0, key)
+        may_take = max(plan.budget_bytes, own_bytes + self.spare_bytes)
+        note = _note(static, share, held, is_share, self)
+        return PlannedGraph(step, profile, plan, may_take, {}, share, note, 0.0, key)
+
+    def _fall_short(
+        self, budget_bytes: int, least_bytes: int, *, is_soft: bool, is_later: bool
+    ) -> None:
+        """A graph does not fit: refuse it, or if the ones before it could hold less, note that."""
+        can_try = self.model is not None and self.tries < len(_MORE)
+        if not is_later or not (is_soft or can_try):
+            raise InfeasibleBudget(
+                budget_bytes=budget_bytes, least_peak_bytes=least_bytes
+            ) from None
+        self.short_bytes = max(self.short_bytes, least_bytes - budget_bytes)
+        log.warning(
+            "a later graph needs %s, with what the earlier ones hold; the budget is %s",
+            format_bytes(least_bytes),
+            format_bytes(budget_bytes),
+        )
 
     def _static(self, graph: StepGraph) -> Static:
         if self.model is None:
@@ -225,6 +342,7 @@ class Partitioner(private.CustomPartitionerFn):
     """Cuts the joint graphs of one graph that Dynamo captured."""
 
     def __init__(self, session: Session, key: Key) -> None:
+        self.has_ungiven = False  # gradients that are left away
         self._session = session
         self._key = key
         self._name = session.name
@@ -233,6 +351,7 @@ class Partitioner(private.CustomPartitionerFn):
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> private.Modules:
         """The forward and the backward module of a joint graph."""
+        self.has_ungiven = bool(ungiven(gm.graph))
         static = kwargs.get("static_lifetime_input_indices") or ()
         n_outputs = kwargs["num_fwd_outputs"]
         return self._session.partition(gm, joint_inputs, self._key, n_outputs, static)
@@ -257,16 +376,30 @@ def _refusing(error: RekindleError) -> Callable[..., Any]:
     return refuse
 
 
-def _note(static: Static, share: float, held: int, is_share: bool) -> str:
+def _without_zeros(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(compiled)
+    def run(*args: Any) -> Any:
+        outputs = compiled(*args)
+        private.leave_away_zeros(outputs)
+        return outputs
+
+    return run
+
+
+def _note(static: Static, share: float, held: int, is_share: bool, session: Session) -> str:
     words = [f"optimizer state: {format_bytes(static.state_bytes)} ({static.note})"]
     if is_share:
-        words.append("the budget is a share of what this graph needs with nothing dropped")
+        words.append("the budget is a share of what is needed here with nothing dropped")
     elif share < 1:
         words.append(
             f"{share:.0%} of what is left, in proportion to its parameters and activations"
         )
     else:
         words.append("all that is left")
+    if session.spare_bytes:
+        words.append(f"planned with {format_bytes(session.spare_bytes)} to spare")
+    if not session.holds_outputs:
+        words.append("outputs are let go of before the backward pass, as a step has shown")
     if held:
         words.append(f"earlier graphs hold {format_bytes(held)}")
     return "; ".join(words)

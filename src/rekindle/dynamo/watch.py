@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
 import torch
 
-from rekindle.core.schedule import Plan
 from rekindle.units import format_bytes
 
 log = logging.getLogger("rekindle")
@@ -22,35 +20,24 @@ class Watch:
         self.peak_bytes: int | None = None
         self._n_steps = 0
 
-    def begin(self, device: torch.device | None, plans: Sequence[Plan]) -> int:
-        """A step begins, and the one before it is over; returns what `compare` does.
-
-        That is 0 for all steps but the one that was watched.
-        """
-        if device is None or device.type != "cuda" or self._n_steps > _WATCHED:
-            return 0
+    def begin(self, device: torch.device | None) -> int | None:
+        """A step begins, and the one before it is over: its peak, if that is the watched one."""
+        if device is None or device.type != "cuda" or self.peak_bytes is not None:
+            return None
         self._n_steps += 1
         if self._n_steps == _WATCHED:
             torch.cuda.reset_peak_memory_stats(device)
         elif self._n_steps > _WATCHED:
             self.peak_bytes = torch.cuda.max_memory_allocated(device)
-            return self.compare(self.peak_bytes, plans)
-        return 0
+        return self.peak_bytes
 
-    def compare(self, peak_bytes: int, plans: Sequence[Plan]) -> int:
-        """Say how a step's peak compares with what was planned; a warning if it is too much.
 
-        Returns the bytes over the forecast if they were over the budget, and 0 if not.
-        """
-        if not plans:
-            return 0
-        forecast = max(plan.peak_bytes for plan in plans)
-        budget_bytes = max(plan.budget_bytes for plan in plans)
-        tell = log.warning if peak_bytes > budget_bytes else log.info
-        tell(
-            "a step took %s: the forecast was %s, the budget is %s",
-            format_bytes(peak_bytes),
-            format_bytes(forecast),
-            format_bytes(budget_bytes),
-        )
-        return peak_bytes - forecast if peak_bytes > budget_bytes else 0
+def compare(peak_bytes: int, forecast_bytes: int, budget_bytes: int) -> None:
+    """Say how a step's peak compares with what was planned; a warning if it is too much."""
+    tell = log.warning if peak_bytes > budget_bytes else log.info
+    tell(
+        "a step took %s: the forecast was %s, the budget is %s",
+        format_bytes(peak_bytes),
+        format_bytes(forecast_bytes),
+        format_bytes(budget_bytes),
+    )

@@ -31,6 +31,7 @@ from rekindle.fx import rng
 from rekindle.fx.arena import CudaMemory, CudaPool, Memory, Steered
 from rekindle.fx.cuda_random import Randomness, revive
 from rekindle.fx.execute import Program
+from rekindle.fx.garbage import collected_later
 from rekindle.fx.meters import clear_workspaces
 from rekindle.fx.needs import Needs
 from rekindle.fx.parts import Part, split
@@ -143,13 +144,10 @@ def _quiet(device: torch.device) -> Iterator[None]:
     gc.collect()
     clear_workspaces()
     torch.cuda.empty_cache()
-    was_enabled = gc.isenabled()
-    gc.disable()
     try:
-        yield
+        with collected_later():
+            yield
     finally:
-        if was_enabled:
-            gc.enable()
         clear_workspaces()
 
 

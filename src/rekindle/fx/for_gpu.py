@@ -8,13 +8,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import fx
 
-from rekindle.fx import attention
+from rekindle.fx import attention, sides
 from rekindle.fx.recording import Recording
 from rekindle.fx.tape import Call
 from rekindle.fx.windows import Windows
@@ -24,8 +23,6 @@ aten = torch.ops.aten
 CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
 _RESHAPES = (aten.view.default, aten._unsafe_view.default)
 _PRODUCTS = (aten.mm.default, aten.addmm.default)
-_ALIGNED = 8  # numbers of two bytes: fast products want tensors to lie in memory in such pieces
-_WORTH_FLOPS = 1 << 30  # a smaller product is not worth padding
 
 
 class ForGpu(Windows):
@@ -126,22 +123,16 @@ class ForGpu(Windows):
         *bias, a, b = (self.old.metas[node] for node in _tensors(call))
         return (
             a.dtype.itemsize == 2
-            and 2 * math.prod((*a.shape, b.shape[1])) >= _WORTH_FLOPS
+            and sides.is_large(a.shape, b.shape)
             and any(self._missing(call))
             and not call.node.kwargs
             and all(each.shape == b.shape[1:] for each in bias)
         )
 
     def _missing(self, call: Call) -> tuple[int, int, int]:
-        """How much is missing to rows, the side that is summed over, and columns of a product.
-
-        The sides along which tensors lie in memory matter: the first tensor's, the second's and
-        the result's, which lies along its rows.
-        """
+        """How much is missing to rows, the side that is summed over, and columns of a product."""
         a, b = (self.old.metas[node] for node in _tensors(call)[-2:])
-        rows, inner, columns = (-side % _ALIGNED for side in (*a.shape, b.shape[1]))
-        is_inner = a.stride[1] == 1 or b.stride[0] == 1
-        return (0 if a.stride[1] == 1 else rows), (inner if is_inner else 0), columns
+        return sides.missing(a.shape, a.stride, b.shape, b.stride, a.dtype.itemsize)
 
     def _product(self, call: Call) -> None:
         """A product of tensors with zeros added to their sides; a part of it is the result."""

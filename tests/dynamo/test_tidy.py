@@ -1,7 +1,8 @@
-"""Products that Inductor would put off until what they are added to is there."""
+"""Products that Inductor would put off, and counters that it would count one by one."""
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rekindle import dynamo
-from rekindle.dynamo.unmerge import Unmerge
+from rekindle.dynamo.tidy import Tidy
 
 aten = torch.ops.aten
 
@@ -44,7 +45,7 @@ def test_a_product_of_much_is_made_at_once() -> None:
     graph = graph_of(added_late=True, inner=64)
     given = [torch.randn(8, 64), torch.randn(64, 8), torch.randn(8, 8)]
     expected = fx.GraphModule(nn.Module(), graph)(*given)
-    Unmerge()(graph)
+    Tidy()(graph)
     graph.lint()
     cos, sin = aten.cos.default, aten.sin.default
     assert targets(graph) == [cos, cos, aten.mm.default, sin, aten.add.Tensor]
@@ -62,7 +63,7 @@ def test_a_product_of_much_is_made_at_once() -> None:
 def test_others_stay(how: dict[str, Any]) -> None:
     graph = graph_of(**how)
     before = targets(graph)
-    Unmerge()(graph)
+    Tidy()(graph)
     assert targets(graph) == before
 
 
@@ -89,14 +90,14 @@ def merged(graph: fx.Graph) -> int:
 
 def test_inductor_is_kept_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
     counts: list[tuple[int, int]] = []
-    take_apart = Unmerge.__call__
+    take_apart = Tidy.__call__
 
-    def count(self: Unmerge, graph: fx.Graph) -> None:
+    def count(self: Tidy, graph: fx.Graph) -> None:
         before = merged(graph)
         take_apart(self, graph)
         counts.append((before, merged(graph)))
 
-    monkeypatch.setattr(Unmerge, "__call__", count)
+    monkeypatch.setattr(Tidy, "__call__", count)
     model, batch = Tied(), torch.arange(1024) % 64
     whole = {"force_disable_caches": True}
     dynamo.compile(model, budget="90%", options=whole)(batch).backward()
@@ -105,3 +106,66 @@ def test_inductor_is_kept_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
     model.words.weight.grad = None
     model(batch).backward()
     torch.testing.assert_close(found, model.words.weight.grad)
+
+
+def counting_model() -> nn.Module:
+    return nn.Sequential(
+        *(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)),
+        *(nn.Flatten(), nn.Linear(64, 2)),
+    )
+
+
+def test_counters_are_counted_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    tidy = Tidy.__call__
+
+    def count(self: Tidy, graph: fx.Graph) -> None:
+        tidy(self, graph)
+        graph.lint()
+        found = graph.find_nodes(op="call_function", target=aten._foreach_add_.Scalar)
+        seen.extend(len(node.args[0]) for node in found)
+
+    monkeypatch.setattr(Tidy, "__call__", count)
+    model, batch = counting_model(), torch.randn(8, 3, 8, 8)
+    plain = deepcopy(model)
+    planned = dynamo.compile(model, budget="10GiB", options={"force_disable_caches": True})
+    for _ in range(3):
+        planned(batch).sum().backward()
+        plain(batch).sum().backward()
+    assert seen == [2]
+    for name, buffer in plain.named_buffers():
+        torch.testing.assert_close(model.get_buffer(name), buffer, msg=name)
+    assert int(model.get_buffer("1.num_batches_tracked")) == 3
+
+
+def counted(dtype: torch.dtype, step: int, is_read: bool) -> fx.Graph:
+    """Two counters that are counted, perhaps not by one, perhaps read by somebody else."""
+    graph = fx.Graph()
+    counters = [graph.placeholder(name) for name in ("a", "b")]
+    totals = [graph.call_function(aten.add.Tensor, (each, step)) for each in counters]
+    copies = [
+        graph.call_function(aten.copy_.default, pair) for pair in zip(counters, totals, strict=True)
+    ]
+    graph.output((totals[0],) if is_read else ())
+    for node in (*counters, *totals, *copies):
+        node.meta["val"] = torch.zeros((), dtype=dtype, device="meta")
+    return graph
+
+
+@pytest.mark.parametrize(
+    ("dtype", "step", "is_read", "is_changed"),
+    [
+        (torch.int64, 1, False, True),
+        (torch.float32, 1, False, False),
+        (torch.int64, 2, False, False),
+        (torch.int64, 1, True, False),  # one that nobody reads is left, and stays as it is
+    ],
+)
+def test_what_is_no_counter_is_left(
+    dtype: torch.dtype, step: int, is_read: bool, is_changed: bool
+) -> None:
+    graph = counted(dtype, step, is_read)
+    before = targets(graph)
+    Tidy()(graph)
+    graph.lint()
+    assert (targets(graph) != before) == is_changed
