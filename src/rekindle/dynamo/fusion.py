@@ -49,6 +49,7 @@ _GATHERED = {
     *("_low_memory_max_pool_with_offsets", "_low_memory_max_pool_offsets_to_indices"),
     *("max_pool2d_with_indices", "avg_pool2d", "_adaptive_avg_pool2d"),
 }
+_CASTS = {"convert_element_type", "_to_copy"}
 _SAME_MEMORY = {"_unsafe_view", "reshape", "view_of", "alias", "detach", "lift_fresh"}
 
 
@@ -88,8 +89,27 @@ def never_again(node: fx.Node) -> str | None:
             return "random_generator"
         if target.namespace in ("_c10d_functional", "c10d_functional", "_dtensor"):
             return "process_group"
+        if _is_turned(node):
+            return "layout"
     is_plain = isinstance(target, OpOverload) or target is operator.getitem or private.is_sym(node)
     return None if is_plain and not node.is_impure(impure_random=False) else "side_effects"
+
+
+def _is_turned(node: fx.Node) -> bool:
+    """Whether a node casts something that is there before the step, for convolutions on a GPU.
+
+    To cast it again, the backward pass would be handed what it is cast from. Inductor hands that
+    over as convolutions read it, channels last: as a copy, larger than the result of the cast.
+    """
+    val, read = node.meta.get("val"), node.args[0] if node.args else None
+    return (
+        name_of(node.target) in _CASTS
+        and isinstance(val, torch.Tensor)
+        and (val.device.type, val.dim()) == ("cuda", 4)
+        and isinstance(read, fx.Node)
+        and read.op == "placeholder"
+        and any(user.target is aten.convolution.default for user in node.users)
+    )
 
 
 def drop_unread_statistics(graph: fx.Graph) -> None:

@@ -16,6 +16,7 @@ change:
 - `torch._functorch.compile_utils.fx_graph_cse` and `raise_getitems`;
 - `torch._dynamo.eval_frame.OptimizedModule`, and what is in it of the backend;
 - `torch._guards.CompileContext` and `TracingContext`, and what enters them again;
+- `torch._higher_order_ops._foreach_map`, of which Inductor makes one kernel on a GPU;
 - `torch._inductor.list_mode_options`;
 - the mark `partitioner_tag` in `node.meta`, and the names of a joint graph's placeholders.
 """
@@ -25,6 +26,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from itertools import count
 from typing import Any
 
 import torch
@@ -42,6 +44,7 @@ from torch._functorch.partitioners import (
     min_cut_rematerialization_partition,
 )
 from torch._guards import CompileContext, TracingContext, compile_context, tracing
+from torch._higher_order_ops import _foreach_map
 from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -58,6 +61,7 @@ __all__ = [
     "Modules",
     "OptimizedModule",
     "adopt",
+    "call_on_each",
     "compile_eagerly",
     "compile_with_inductor",
     "cut",
@@ -185,6 +189,15 @@ def wants_channels_last(graph: fx.Graph) -> bool:
         for call in calls
         if isinstance(call.args[0], fx.Node)
     )
+
+
+def call_on_each(graph: fx.Graph, function: fx.Graph, tensors: Sequence[fx.Node]) -> fx.Node:
+    """A call of a function that does the same to each of some tensors, in one kernel."""
+    owner = graph.owning_module
+    assert owner is not None
+    name = next(name for i in count() if not hasattr(owner, name := f"on_each_{i}"))
+    setattr(owner, name, fx.GraphModule({}, function))
+    return graph.call_function(_foreach_map, (graph.get_attr(name), *tensors))
 
 
 def adopt(module: OptimizedModule, other: OptimizedModule) -> None:

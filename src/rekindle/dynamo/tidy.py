@@ -6,7 +6,7 @@ with weights that are used twice, as the first and the last layer of a language 
 of all its scores would be there throughout the backward pass. So the two are taken apart.
 
 **Counters are counted together.** Every batch norm counts its batches, each in a kernel of its own,
-which take as long to start as large ones. They become one.
+which take as long to start as large ones. They become one. **So are casts**: see `casts`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from rekindle.dynamo import private
+from rekindle.dynamo.casts import cast_together
 from rekindle.dynamo.joint import nbytes_of
 
 aten = torch.ops.aten
@@ -30,10 +31,11 @@ class Tidy(private.CustomGraphPass):
             if _is_worth_it(node, place):
                 _take_apart(graph, node, place)
         _count_together(graph)
+        cast_together(graph)
 
     def uuid(self) -> str:
         """A name for what is kept on disk."""
-        return "rekindle.tidy 1"
+        return "rekindle.tidy 2"
 
 
 def _is_worth_it(node: fx.Node, place: dict[fx.Node, int]) -> bool:
