@@ -7,6 +7,7 @@ bytes, and only they can be kept.
 
 from __future__ import annotations
 
+import math
 import operator
 from enum import Enum
 from typing import Any
@@ -19,6 +20,7 @@ from rekindle.dynamo import private
 from rekindle.fx import ops
 
 aten, prims = torch.ops.aten, torch.ops.prims
+CASTS = frozenset({aten._to_copy.default, prims.convert_element_type.default})
 
 
 class Kind(Enum):
@@ -41,15 +43,15 @@ _SIMPLE = {
     *("full", "full_like", "zeros_like", "ones_like", "scalar_tensor", "arange", "iota", "empty"),
     *("constant_pad_nd", "inductor_lookup_seed", "inductor_random", "inductor_randint"),
     *("convert_element_type", "_to_copy", "clone", "slice_scatter", "select_scatter", "copy"),
-    *("device_put", "_unsafe_masked_index"),
+    *("device_put", "_unsafe_masked_index", "_low_memory_max_pool_offsets_to_indices"),
 }
 _GATHERED = {
     *("embedding", "index", "_unsafe_index", "gather", "index_select", "cat", "cumsum"),
     *("prepare_softmax_online", "_softmax", "_log_softmax", "native_layer_norm"),
-    *("_low_memory_max_pool_with_offsets", "_low_memory_max_pool_offsets_to_indices"),
+    *("_low_memory_max_pool_with_offsets", "max_pool2d_with_indices_backward"),
     *("max_pool2d_with_indices", "avg_pool2d", "_adaptive_avg_pool2d"),
 }
-_CASTS = {"convert_element_type", "_to_copy"}
+_MOST_WINDOWS = 25  # that an element is in
 _SAME_MEMORY = {"_unsafe_view", "reshape", "view_of", "alias", "detach", "lift_fresh"}
 
 
@@ -71,6 +73,8 @@ def kind_of(node: fx.Node, *, fuses: bool) -> Kind:
     if not fuses or never_again(node):
         return Kind.OPAQUE
     name = name_of(target)
+    if name == "max_pool2d_with_indices_backward" and not _is_small_pool(*node.args[2:6]):
+        return Kind.OPAQUE
     is_single = isinstance(node.meta.get("val"), torch.Tensor)
     if is_single and (torch.Tag.pointwise in target.tags or name in _SIMPLE):
         return Kind.SIMPLE
@@ -95,6 +99,12 @@ def never_again(node: fx.Node) -> str | None:
     return None if is_plain and not node.is_impure(impure_random=False) else "side_effects"
 
 
+def _is_small_pool(kernel: Any, stride: Any, padding: Any, dilation: Any) -> bool:
+    """Whether Inductor writes the gradient of a pooling itself, and does not call torch's."""
+    windows = math.prod(-(-k // s) for k, s in zip(kernel, stride or kernel, strict=True))
+    return windows <= _MOST_WINDOWS and set(dilation) == {1}
+
+
 def _is_turned(node: fx.Node) -> bool:
     """Whether a node casts something that is there before the step, for convolutions on a GPU.
 
@@ -103,7 +113,7 @@ def _is_turned(node: fx.Node) -> bool:
     """
     val, read = node.meta.get("val"), node.args[0] if node.args else None
     return (
-        name_of(node.target) in _CASTS
+        node.target in CASTS
         and isinstance(val, torch.Tensor)
         and (val.device.type, val.dim()) == ("cuda", 4)
         and isinstance(read, fx.Node)

@@ -24,7 +24,15 @@ from torch.utils.flop_counter import flop_registry
 from rekindle.core.ir import FUSED_PREFIX, Op, Phase, Role, Source, StepGraph, Storage, Value
 from rekindle.core.roles import assign_roles
 from rekindle.dynamo import private
-from rekindle.dynamo.fusion import Kind, kind_of, name_of, never_again, viewed, without_statistics
+from rekindle.dynamo.fusion import (
+    CASTS,
+    Kind,
+    kind_of,
+    name_of,
+    never_again,
+    viewed,
+    without_statistics,
+)
 from rekindle.dynamo.ungiven import ungiven
 from rekindle.fx import ops
 
@@ -35,6 +43,7 @@ The gradients that it starts from are there until it ends: who calls it holds th
 """
 
 _BIG = 4  # what has at least this part of a result's bytes counts as one of its big inputs
+_MANY = 3  # big inputs, which in the backward pass would wait for all that reads their result
 _MOST_NAMES = 4  # of the ops in a fused one, these many name it
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _ATTRIBUTE = re.compile(r"\[['\"]?(\w+)['\"]?\]|\.(\w+)")
@@ -224,11 +233,22 @@ class _Lift:
     def _is_join(self, node: fx.Node, roots: Iterable[fx.Node]) -> bool:
         """Whether something is computed from several tensors of its own size that the step makes.
 
-        Keeping it instead of them can save memory; and where it is not kept, chains would grow.
+        Keeping it instead of them can save memory; and where it is not kept, chains would grow. In
+        the backward pass it is written to memory only if that frees several: whatever reads it
+        computes it as well.
         """
         least = self.sizes[node] / _BIG
         big = [r for r in roots if r.op == "call_function" and self.sizes[r] >= least]
-        return self.sizes[node] > 0 and len(big) > 1
+        if node in self.forward:
+            return self.sizes[node] > 0 and len(big) > 1
+        return self.sizes[node] > 0 and len(big) >= _MANY and self._n_readers(node) > 1
+
+    def _n_readers(self, node: fx.Node) -> int:
+        """How many nodes read a result, or what it is cast to if that is all that becomes of it."""
+        users = list(node.users)
+        is_turned = len(users) == 1 and self.kinds[users[0]] is Kind.VIEW
+        is_cast = len(users) == 1 and users[0].target in CASTS
+        return self._n_readers(users[0]) if is_turned or is_cast else len(users)
 
     def _is_unit(self, node: fx.Node) -> bool:
         """Whether a node is an op of the step."""

@@ -16,16 +16,19 @@ change:
 - `torch._functorch.compile_utils.fx_graph_cse` and `raise_getitems`;
 - `torch._dynamo.eval_frame.OptimizedModule`, and what is in it of the backend;
 - `torch._guards.CompileContext` and `TracingContext`, and what enters them again;
+- `should_reuse_buffer` of `torch._inductor.codegen.wrapper.AllocateLine`, which is replaced while
+  graphs are compiled: whether a buffer is held for another one until that is needed;
 - `torch._higher_order_ops._foreach_map`, of which Inductor makes one kernel on a GPU;
 - `torch._inductor.list_mode_options`;
+- the mark `inductor_realize_to_strides` in `node.meta`, with which a result is written to memory;
 - the mark `partitioner_tag` in `node.meta`, and the names of a joint graph's placeholders.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import count
 from typing import Any
 
@@ -47,6 +50,7 @@ from torch._guards import CompileContext, TracingContext, compile_context, traci
 from torch._higher_order_ops import _foreach_map
 from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
+from torch._inductor.codegen.wrapper import AllocateLine
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch.fx.experimental.symbolic_shapes import is_symbolic
@@ -82,6 +86,7 @@ __all__ = [
     "torch_partition",
     "wants_channels_last",
     "without_repeats",
+    "write_to_memory",
 ]
 
 CHECKED_ON = ("2.11",)
@@ -90,6 +95,7 @@ Modules = tuple[fx.GraphModule, fx.GraphModule]
 PartitionFn = Callable[..., Modules]
 Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Any]]
 CompileBackward = Callable[[fx.GraphModule, Sequence[Any], Compile], Callable[[list[Any]], Any]]
+_LARGE_BYTES = 1 << 20
 _UNKNOWN = 4096  # the size of a dimension that depends on values
 _UNSUPPORTED = ("seed", "offset", "rng_state")  # parts of names of random state handed in
 
@@ -116,7 +122,7 @@ def compile_with_inductor(
         layout = {"force_layout_optimization": True} if wants_channels_last(part.graph) else {}
 
         def compile_now(part: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-            with inductor_config.patch({**layout, **patches}):
+            with inductor_config.patch({**layout, **patches}), _holding_little():
                 return compile_fx_inner(part, inputs, **kwargs)
 
         is_backward = kwargs.get("is_backward", False)
@@ -142,6 +148,26 @@ def compile_eagerly(
         )
         found: Callable[..., Any] = compiler(module, inputs)
     return found
+
+
+@contextmanager
+def _holding_little() -> Iterator[None]:
+    """Have Inductor give large buffers back at once.
+
+    It holds a buffer from its last use on for the next one of its size, if that does not raise the
+    peak by its own estimate, which is too high for some graphs.
+    """
+    decide = AllocateLine.should_reuse_buffer
+
+    def reuses(line: Any, freed: Any, size: int) -> bool:
+        is_next = freed.scheduler_node_index + 1 == line.scheduler_node_index
+        return (size < _LARGE_BYTES or is_next) and decide(line, freed, size)
+
+    AllocateLine.should_reuse_buffer = reuses  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        AllocateLine.should_reuse_buffer = decide  # type: ignore[method-assign]
 
 
 def _as_it_is(part: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -198,6 +224,11 @@ def call_on_each(graph: fx.Graph, function: fx.Graph, tensors: Sequence[fx.Node]
     name = next(name for i in count() if not hasattr(owner, name := f"on_each_{i}"))
     setattr(owner, name, fx.GraphModule({}, function))
     return graph.call_function(_foreach_map, (graph.get_attr(name), *tensors))
+
+
+def write_to_memory(node: fx.Node) -> None:
+    """Have Inductor write a node's result to memory, whoever reads it."""
+    node.meta["inductor_realize_to_strides"] = True
 
 
 def adopt(module: OptimizedModule, other: OptimizedModule) -> None:

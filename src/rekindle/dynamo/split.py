@@ -17,9 +17,10 @@ from torch._ops import OpOverload
 from rekindle.core.ir import Phase
 from rekindle.core.schedule import Plan, Run, resolve
 from rekindle.dynamo import private
-from rekindle.dynamo.fusion import never_again, without_statistics
+from rekindle.dynamo.fusion import Kind, kind_of, never_again, without_statistics
 from rekindle.dynamo.joint import Joint, nbytes_of, outputs_of
 
+_LARGE_BYTES = 1 << 20
 _NORMALISED = (0, 1, 2)  # the results of a batch norm that are not its new statistics
 
 
@@ -98,6 +99,8 @@ class _Writer:
         made = self.again[node, run.copy] = self._copied(node, found, simpler)
         if not run.copy and (never_again(node) or private.must_be_in_backward(node)):
             private.stay_in_backward(made)
+        if not run.copy and nbytes_of(node) >= _LARGE_BYTES and _is_shared(node):
+            private.write_to_memory(made)
         for value in self.joint.step.ops[run.op].outputs:
             result = self.joint.nodes[value]
             assert result is not None
@@ -169,3 +172,13 @@ class _Writer:
         ]
         made = self.graph.output(tuple(results))
         made.meta = dict(output.meta)
+
+
+def _is_shared(node: fx.Node) -> bool:
+    """Whether a value would be computed in every kernel that reads it, if it were for Inductor.
+
+    Then all that it is computed from stays until the last of them has run.
+    """
+    fused = (Kind.SIMPLE, Kind.GATHERED)
+    is_simple = kind_of(node, fuses=True) is Kind.SIMPLE
+    return is_simple and any(kind_of(user, fuses=True) in fused for user in node.users)

@@ -5,6 +5,12 @@ of both. If that something comes much later, what the product is made of stays u
 with weights that are used twice, as the first and the last layer of a language model: the gradient
 of all its scores would be there throughout the backward pass. So the two are taken apart.
 
+**Rows' numbers are written first.** Inductor computes pointwise chains where they are read, unless
+they are long; then their result is written to memory. So it is with the gradient of a language
+model's scores: labels, which are shifted and masked, and what each of them weighs make the chain
+long, and the scores' gradient, the largest tensor there is, is written in float32. What is computed
+for a whole row is therefore written before, which leaves a short chain for each score.
+
 **Counters are counted together.** Every batch norm counts its batches, each in a kernel of its own,
 which take as long to start as large ones. They become one. **So are casts**: see `casts`.
 """
@@ -16,9 +22,12 @@ from torch import fx
 
 from rekindle.dynamo import private
 from rekindle.dynamo.casts import cast_together
+from rekindle.dynamo.fusion import Kind, kind_of
 from rekindle.dynamo.joint import nbytes_of
 
 aten = torch.ops.aten
+_MUCH_BYTES = 64 << 20
+_MANY = 8192  # elements in a row
 
 
 class Tidy(private.CustomGraphPass):
@@ -31,11 +40,12 @@ class Tidy(private.CustomGraphPass):
             if _is_worth_it(node, place):
                 _take_apart(graph, node, place)
         _count_together(graph)
+        _write_rows(graph)
         cast_together(graph)
 
     def uuid(self) -> str:
         """A name for what is kept on disk."""
-        return "rekindle.tidy 2"
+        return "rekindle.tidy 3"
 
 
 def _is_worth_it(node: fx.Node, place: dict[fx.Node, int]) -> bool:
@@ -66,6 +76,32 @@ def _take_apart(graph: fx.Graph, node: fx.Node, place: dict[fx.Node, int]) -> No
     graph.erase_node(node)
     place[product] = place[last]
     place[total] = place[node]
+
+
+def _write_rows(graph: fx.Graph) -> None:
+    """Have what is computed for whole rows of something large written to memory before."""
+    for node in graph.nodes:
+        is_computed = bool(node.all_input_nodes) and kind_of(node, fuses=True) is Kind.SIMPLE
+        if is_computed and any(_is_much(user, node) for user in _readers(node)):
+            private.write_to_memory(node)
+
+
+def _readers(node: fx.Node) -> list[fx.Node]:
+    """What reads a node, through views of it."""
+    found: list[fx.Node] = []
+    for user in node.users:
+        found += _readers(user) if kind_of(user, fuses=True) is Kind.VIEW else [user]
+    return found
+
+
+def _is_much(node: fx.Node, row: fx.Node) -> bool:
+    """Whether a node is large, and has many elements for each of another's."""
+    many = nbytes_of(node) >= _MUCH_BYTES
+    val, of = node.meta.get("val"), row.meta.get("val")
+    if not many or not isinstance(val, torch.Tensor) or not isinstance(of, torch.Tensor):
+        return False
+    numbers = (private.hint(each.numel()) for each in (val, of))
+    return of.dim() > 0 and next(numbers) >= _MANY * next(numbers)
 
 
 def _count_together(graph: fx.Graph) -> None:

@@ -15,10 +15,9 @@ import torch
 from torch import fx
 
 from rekindle.dynamo import private
-from rekindle.dynamo.fusion import Kind, kind_of
+from rekindle.dynamo.fusion import CASTS, Kind, kind_of
 
 aten = torch.ops.aten
-_CASTS = frozenset({aten._to_copy.default, torch.ops.prims.convert_element_type.default})
 
 
 def ungiven(graph: fx.Graph) -> list[fx.Node]:
@@ -117,7 +116,7 @@ def _sums(node: fx.Node) -> dict[fx.Node, fx.Node]:
     todo = [node]
     while todo:
         for user in (each := todo.pop()).users:
-            if kind_of(user, fuses=True) is Kind.VIEW or user.target in _CASTS:
+            if kind_of(user, fuses=True) is Kind.VIEW or user.target in CASTS:
                 todo.append(user)
             elif user not in found and (other := _other(user, each)) is not None:
                 found[user] = other
