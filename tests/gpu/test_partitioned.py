@@ -34,14 +34,12 @@ def trained(name: str, batch: int, compiled: Any) -> tuple[Any, list[float], int
     return model, losses, torch.cuda.max_memory_allocated()
 
 
-# Libraries' workspaces, which no forecast knows, can be large where convolutions have few channels.
 @pytest.mark.parametrize(
-    ("name", "batch", "share"),
-    [("bert-tiny", 2048, 0.75), ("gpt2-tiny", 2048, 0.75), ("resnet-tiny", 4096, 0.9)],
+    ("name", "batch"), [("bert-tiny", 2048), ("gpt2-tiny", 2048), ("resnet-tiny", 4096)]
 )
-def test_a_budget_holds(name: str, batch: int, share: float) -> None:
+def test_a_budget_holds(name: str, batch: int) -> None:
     _, losses, most = trained(name, batch, lambda model, _: torch.compile(model))
-    budget = int(share * most)
+    budget = int(0.75 * most)
 
     def planned(model: Any, optimizer: Any) -> Any:
         return rekindle.compile(model, budget=budget, optimizer=optimizer)

@@ -45,6 +45,7 @@ log = logging.getLogger("rekindle")
 LOWERS = ("inductor", "eager")
 _HUGE = 1 << 60
 _NAME = "rekindle"
+_MARGIN = 0.003  # of the budget, for small things that no forecast knows
 _MOST_OVER = 0.4  # of the budget: what is more has other reasons
 _MORE = (1.1, 1.5, 2.0)  # of what a step took too much: in another plan, others are at the peak
 _DROPPED = 0.7  # of the outputs' bytes, taken less than forecast: the caller let go of them
@@ -290,7 +291,8 @@ class Session:
         seen = weight.param_bytes + sum(weight_of(each.graph).param_bytes for each in others)
         share = 1.0 if is_share else share_of(weight, static.param_bytes - seen)
         floor = min(profile.overhead_bytes + resident_bytes(step), budget_bytes)
-        own_bytes = floor + int((budget_bytes - floor) * share) - self.spare_bytes
+        spare_bytes = max(self.spare_bytes, 0 if is_share else int(_MARGIN * budget_bytes))
+        own_bytes = floor + int((budget_bytes - floor) * share) - spare_bytes
         make = find_planner(self.planner)
         try:
             plan = make(step, profile, own_bytes)
@@ -299,7 +301,7 @@ class Session:
             if least > budget_bytes:
                 self._fall_short(budget_bytes, least, is_soft=is_share, is_later=bool(others))
             plan = make(step, profile, least)  # more than its share, and within the budget
-        may_take = max(plan.budget_bytes, own_bytes + self.spare_bytes)
+        may_take = max(plan.budget_bytes, own_bytes + spare_bytes)
         note = _note(static, share, held, is_share, self)
         return PlannedGraph(step, profile, plan, may_take, {}, share, note, 0.0, key)
 
