@@ -1,0 +1,46 @@
+"""The code that Inductor writes for a GPU takes the memory that was planned: no GPU is needed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from rekindle.dynamo.private import CHECKED_ON
+
+PROGRAM = Path(__file__).with_name("gpu_code.py")
+
+pytestmark = [
+    pytest.mark.skipif(
+        not torch.__version__.startswith(CHECKED_ON), reason="takes torch's place in many places"
+    ),
+    pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "batch", "share"),
+    [
+        ("gpt2", "transformers", 2, "90%"),  # the gradient of all scores is not in float32
+        ("gpt2-tiny", "transformers", 2048, "60%"),
+        ("bert-tiny", "transformers", 2048, "60%"),  # no large buffer is held for another
+        ("resnet-tiny", "torchvision", 4096, "70%"),  # what is added is not held with its sum
+    ],
+)
+def test_the_forecast_is_what_the_code_takes(
+    name: str, package: str, batch: int, share: str
+) -> None:
+    pytest.importorskip(package)
+    command = [sys.executable, str(PROGRAM), name, str(batch), share]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    found = json.loads(ended.stdout.splitlines()[-1])
+    assert found["peak_bytes"] <= 1.003 * found["forecast_bytes"]
+    assert found["peak_bytes"] >= 0.9 * found["forecast_bytes"]
+    assert found["launches"] > 10
