@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from rekindle.dynamo.fusion import after
 from rekindle.fx import sides
 
 aten = torch.ops.aten
@@ -94,10 +95,7 @@ class _Align:
         base, shape = node, tuple(node.meta["val"].shape)
         while base.target in _RESHAPES:
             base = base.all_input_nodes[0]
-        last = base
-        while last.next.op == "placeholder":
-            last = last.next
-        with self.graph.inserting_before(last.next):
+        with self.graph.inserting_before(after(base).next):
             flat = self._call(aten.view.default, (base, list(shape)), like=node)
             whole = self._call(_PAD, (flat, [0, columns, 0, rows]), like=node)
             if base.op == "call_function":

@@ -163,6 +163,13 @@ def viewed(node: fx.Node) -> fx.Node:
     return found
 
 
+def after(node: fx.Node) -> fx.Node:
+    """The node behind which something can be put that reads a node: none of a graph's inputs."""
+    while node.next.op == "placeholder":
+        node = node.next
+    return node
+
+
 def _is_view(target: OpOverload) -> bool:
     aliases = [a.alias_info for a in target._schema.arguments if a.alias_info is not None]
     return bool(aliases) or (target.namespace != "" and name_of(target) in _SAME_MEMORY)

@@ -60,6 +60,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
     "CHECKED_ON",
+    "LARGE_BYTES",
     "CustomGraphPass",
     "CustomPartitionerFn",
     "Modules",
@@ -95,7 +96,7 @@ Modules = tuple[fx.GraphModule, fx.GraphModule]
 PartitionFn = Callable[..., Modules]
 Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Any]]
 CompileBackward = Callable[[fx.GraphModule, Sequence[Any], Compile], Callable[[list[Any]], Any]]
-_LARGE_BYTES = 1 << 20
+LARGE_BYTES = 1 << 20  # of a tensor for which memory is worth some time
 _UNKNOWN = 4096  # the size of a dimension that depends on values
 _UNSUPPORTED = ("seed", "offset", "rng_state")  # parts of names of random state handed in
 
@@ -161,7 +162,7 @@ def _holding_little() -> Iterator[None]:
 
     def reuses(line: Any, freed: Any, size: int) -> bool:
         is_next = freed.scheduler_node_index + 1 == line.scheduler_node_index
-        return (size < _LARGE_BYTES or is_next) and decide(line, freed, size)
+        return (size < LARGE_BYTES or is_next) and decide(line, freed, size)
 
     AllocateLine.should_reuse_buffer = reuses  # type: ignore[assignment, method-assign]
     try:

@@ -20,7 +20,6 @@ from rekindle.dynamo import private
 from rekindle.dynamo.fusion import Kind, kind_of, never_again, without_statistics
 from rekindle.dynamo.joint import Joint, nbytes_of, outputs_of
 
-_LARGE_BYTES = 1 << 20
 _NORMALISED = (0, 1, 2)  # the results of a batch norm that are not its new statistics
 
 
@@ -99,7 +98,7 @@ class _Writer:
         made = self.again[node, run.copy] = self._copied(node, found, simpler)
         if not run.copy and (never_again(node) or private.must_be_in_backward(node)):
             private.stay_in_backward(made)
-        if not run.copy and nbytes_of(node) >= _LARGE_BYTES and _is_shared(node):
+        if not run.copy and nbytes_of(node) >= private.LARGE_BYTES and _is_shared(node):
             private.write_to_memory(made)
         for value in self.joint.step.ops[run.op].outputs:
             result = self.joint.nodes[value]

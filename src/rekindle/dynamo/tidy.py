@@ -22,7 +22,7 @@ from torch import fx
 
 from rekindle.dynamo import private
 from rekindle.dynamo.casts import cast_together
-from rekindle.dynamo.fusion import Kind, kind_of
+from rekindle.dynamo.fusion import Kind, after, kind_of
 from rekindle.dynamo.joint import nbytes_of
 
 aten = torch.ops.aten
@@ -64,10 +64,7 @@ def _take_apart(graph: fx.Graph, node: fx.Node, place: dict[fx.Node, int]) -> No
     """A product of its own, made once there is what it needs, and a sum where both were."""
     added, *factors = node.all_input_nodes
     last = max(factors, key=place.__getitem__)
-    after = last
-    while after.next.op == "placeholder":
-        after = after.next
-    with graph.inserting_after(after):
+    with graph.inserting_after(after(last)):
         product = graph.call_function(aten.mm.default, tuple(factors))
     with graph.inserting_before(node):
         total = graph.call_function(aten.add.Tensor, (added, product))
