@@ -4,14 +4,19 @@ A program, since it makes torch believe that there is an H200. A model of the zo
 budgets. Its joint graph, which is of the CPU, is moved to the GPU before it is planned; attention,
 which is another operator there, is stood in for by one that is not computed. The code of both
 passes is then run with tensors that are only counted. Prints one line of JSON a budget.
+
+With `--kernels`, Triton compiles what was written, as it would for that GPU.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import sys
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +30,7 @@ from torch._dynamo.backends.debugging import boxed_nop
 from torch._guards import TracingContext
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.graph import GraphLowering
+from torch._inductor.runtime import triton_helpers
 from torch.utils import _pytree as pytree
 
 import rekindle
@@ -364,6 +370,24 @@ def run(codes: Sequence[str], n_outputs: int) -> dict[str, int]:
     return {"peak_bytes": Memory.peak, "launches": n_forward + n_backward}
 
 
+def compile_kernels(codes: Sequence[str]) -> int:
+    """Have Triton compile all kernels of the code; returns how many there are."""
+    triton_helpers.set_driver_to_gpu = lambda: None
+    written = r"^(\w+) = async_compile\.triton\('\w+', '''\n(.*?)\n'''"
+    kernels = [each for code in codes for each in re.findall(written, code, re.S | re.M)]
+    with tempfile.TemporaryDirectory() as folder:
+        for number, (name, text) in enumerate(kernels):
+            path = Path(folder) / f"kernel{number}.py"
+            path.write_text(text, encoding="utf-8")
+            spec = importlib.util.spec_from_file_location(path.stem, path)
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            getattr(module, name).precompile(warm_cache_only=True)
+    return len(kernels)
+
+
 def without_dropout_in_attention(model: torch.nn.Module) -> None:
     """With it, the CPU's attention is no fused operator."""
     for module in model.modules():
@@ -373,7 +397,7 @@ def without_dropout_in_attention(model: torch.nn.Module) -> None:
                 each.p = 0.0
 
 
-def main(name: str, batch: str, *shares: str) -> None:
+def main(name: str, batch: str, *shares: str, compiles: bool) -> None:
     """Compile a model under each budget, and say what was planned and what the code takes."""
     pretend()
     writer = Writer()
@@ -393,8 +417,12 @@ def main(name: str, batch: str, *shares: str) -> None:
             (planned,) = model.plans
         there = planned.profile.overhead_bytes + resident_bytes(planned.graph)
         row = {"share": share, "forecast_bytes": planned.plan.peak_bytes - there}
-        print(json.dumps(row | run(writer.codes, writer.n_outputs)), flush=True)
+        row |= run(writer.codes, writer.n_outputs)
+        if compiles:
+            row["kernels"] = compile_kernels(writer.codes)
+        print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    given = [each for each in sys.argv[1:] if each != "--kernels"]
+    main(*given, compiles="--kernels" in sys.argv)

@@ -82,6 +82,42 @@ def test_a_chain_that_is_read_once_takes_no_memory() -> None:
     assert len(late) == 1  # the gradient that the convolution's own gradients are computed from
 
 
+@pytest.mark.parametrize("lower", ["inductor", "eager"])
+def test_what_is_read_of_a_variance_is_handed_over(lower: str) -> None:
+    """Its root's reciprocal, and not the variance, of which the backward pass computed it again."""
+    planned = dynamo.compile(Skips(2), budget="100%", lower=lower, options=FRESH)
+    step(planned, torch.randn(16, 3, 64, 64))
+    (only,) = planned.plans
+    if lower == "eager":  # there the norm is one operator, with results of its own
+        assert not any(name.startswith("rsqrt") for name in only.kept)
+        return
+    roots = [name for name in only.kept if name.startswith("rsqrt")]
+    assert len(roots) == 3
+    norms = [op for op in only.graph.ops if op.target.startswith("aten.var_mean")]
+    assert len(norms) == 3
+    for norm in norms:
+        both = {only.graph.values[value].name for value in norm.outputs}
+        assert len(both) == 2
+        assert len(both & set(only.kept)) == 1  # the mean
+
+
+def test_a_variance_that_is_read_is_handed_over() -> None:
+    class Both(nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            found = (x * y).var(1, keepdim=True)
+            return (y * found * (found + 1.0).rsqrt()).sum(1)
+
+    x, y = (torch.randn(32, 64, requires_grad=True) for _ in range(2))
+    planned = dynamo.compile(Both(), budget="100%", options=FRESH)
+    planned(x, y).sum().backward()
+    (only,) = planned.plans
+    assert not any(name.startswith("rsqrt") for name in only.kept)
+    found = x.grad
+    x.grad = None
+    Both()(x, y).sum().backward()
+    torch.testing.assert_close(found, x.grad)
+
+
 @pytest.mark.parametrize(("kernel", "stride", "is_written"), [(3, 2, False), (7, 1, True)])
 def test_places_of_the_largest_elements(kernel: int, stride: int, is_written: bool) -> None:
     """Inductor has them as offsets in a window, unless torch computes the gradient."""

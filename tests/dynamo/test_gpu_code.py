@@ -25,22 +25,22 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(
-    ("name", "package", "batch", "share"),
+    ("name", "package", "batch", "share", "least"),
     [
-        ("gpt2", "transformers", 2, "90%"),  # the gradient of all scores is not in float32
-        ("gpt2-tiny", "transformers", 2048, "60%"),
-        ("bert-tiny", "transformers", 2048, "60%"),  # no large buffer is held for another
-        ("resnet-tiny", "torchvision", 4096, "70%"),  # what is added is not held with its sum
+        ("gpt2", "transformers", 2, "90%", 0.9),  # the gradient of all scores is not in float32
+        ("gpt2-tiny", "transformers", 2048, "60%", 0.85),  # it is written over the scores
+        ("bert-tiny", "transformers", 2048, "60%", 0.9),  # no large buffer is held for another
+        ("resnet-tiny", "torchvision", 4096, "70%", 0.9),  # what is added goes before its sum
     ],
 )
 def test_the_forecast_is_what_the_code_takes(
-    name: str, package: str, batch: int, share: str
+    name: str, package: str, batch: int, share: str, least: float
 ) -> None:
     pytest.importorskip(package)
-    command = [sys.executable, str(PROGRAM), name, str(batch), share]
+    command = [sys.executable, str(PROGRAM), name, str(batch), share, "--kernels"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stderr[-3000:]
     found = json.loads(ended.stdout.splitlines()[-1])
     assert found["peak_bytes"] <= 1.003 * found["forecast_bytes"]
-    assert found["peak_bytes"] >= 0.9 * found["forecast_bytes"]
-    assert found["launches"] > 10
+    assert found["peak_bytes"] >= least * found["forecast_bytes"]
+    assert found["launches"] >= found["kernels"] > 10

@@ -78,9 +78,16 @@ def kind_of(node: fx.Node, *, fuses: bool) -> Kind:
     is_single = isinstance(node.meta.get("val"), torch.Tensor)
     if is_single and (torch.Tag.pointwise in target.tags or name in _SIMPLE):
         return Kind.SIMPLE
-    if torch.Tag.reduction in target.tags or name in _GATHERED:
+    if is_reduction(node) or name in _GATHERED:
         return Kind.GATHERED
     return Kind.OPAQUE
+
+
+def is_reduction(node: fx.Node) -> bool:
+    """Whether a node is a sum, a mean, a variance or the like, or one of several such results."""
+    while node.target is operator.getitem:
+        node = viewed(node)
+    return isinstance(node.target, OpOverload) and torch.Tag.reduction in node.target.tags
 
 
 def never_again(node: fx.Node) -> str | None:

@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 from rekindle.core.ir import Phase
 from rekindle.core.schedule import Plan, Run, resolve
 from rekindle.dynamo import private
-from rekindle.dynamo.fusion import Kind, kind_of, never_again, without_statistics
+from rekindle.dynamo.fusion import Kind, is_reduction, kind_of, never_again, without_statistics
 from rekindle.dynamo.joint import Joint, nbytes_of, outputs_of
 
 _NORMALISED = (0, 1, 2)  # the results of a batch norm that are not its new statistics
@@ -67,6 +67,7 @@ class _Writer:
                 if step.copy or op.phase is not Phase.FORWARD:
                     self._run(step)
         self._finish(old)
+        self._save_what_is_read()
         module = joint.module
         module.graph = self.graph
         saved = list(self.saved)
@@ -156,6 +157,34 @@ class _Writer:
         if found.op != "get_attr" and not private.is_backward_input(found):
             self.saved.setdefault(found)
         return found
+
+    def _save_what_is_read(self) -> None:
+        """Save what the backward pass computes from a sum, a mean or a variance, instead of that.
+
+        The forward pass has computed it, it takes no more memory, and the backward pass would start
+        a kernel for it. Only where nothing else is read of the sum: then nothing more is saved.
+        """
+        early = set(self.first.values())
+        for (node, _), made in self.inner.items():  # what reads others comes after them
+            read = made.all_input_nodes
+            source = read[0] if len(read) == 1 else None
+            if (
+                source in self.saved
+                and node in self.first
+                and self._is_of_sums(node)
+                and nbytes_of(node) <= nbytes_of(source)
+                and [user for user in source.users if user not in early] == [made]
+            ):
+                made.replace_all_uses_with(self.first[node])
+                self.graph.erase_node(made)
+                del self.saved[source]
+                self.saved.setdefault(self.first[node])
+
+    def _is_of_sums(self, node: fx.Node) -> bool:
+        """Whether a node computes from a reduction's result, and nothing else."""
+        while kind_of(node, fuses=True) is Kind.SIMPLE and len(node.all_input_nodes) == 1:
+            (node,) = node.all_input_nodes
+        return is_reduction(node)
 
     def _finish(self, old: fx.Graph) -> None:
         (output,) = old.find_nodes(op="output")
