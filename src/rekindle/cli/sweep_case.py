@@ -187,7 +187,8 @@ def _gpu(case: Case) -> torch.device | None:
     """The GPU that a case may use: a user's function that is told of no device may choose one."""
     if case.device == "cpu" or not torch.cuda.is_available():
         return None
-    return torch.device(case.device or "cuda")
+    device = torch.device(case.device or "cuda")
+    return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
 
 
 def _above_the_cap(peak_bytes: int, cap_bytes: int) -> dict[str, Any]:
