@@ -17,6 +17,7 @@ Found = dict[str, Any]
 _TIME_INCHES = (10.5, 5.0)
 _LIVES_INCHES = (10.5, 4.6)
 _KINDS_NAMED = 5  # others are too thin to be told apart
+_ROOM = 0.055  # of the longest bar: a part this long has room for its name
 
 
 def section(page: Page) -> str:
@@ -117,6 +118,7 @@ def time_figure(every: Sequence[Found]) -> Any:
     drawing.head(above, "by phase")
     drawing.head(below, "by kind of operator")
     names = [title_of(found["model"], found["batch"]) for found in every]
+    longest = max(sum(row["time_us"] for row in found["kinds"]) for found in every)
     for place, found in enumerate(every):
         phases = [(row["label"], row["time_us"]) for row in found["phases"]]
         _stack(above, place, phases, PHASES)
@@ -124,7 +126,7 @@ def time_figure(every: Sequence[Found]) -> Any:
         rest = sum(row["time_us"] for row in found["kinds"][_KINDS_NAMED:])
         parts = [(row["label"], row["time_us"]) for row in kinds] + [("all others", rest)]
         colours = dict(zip([label for label, _ in parts], SERIES, strict=False))
-        _stack(below, place, parts, colours | {"all others": GREY}, is_named=True)
+        _stack(below, place, parts, colours | {"all others": GREY}, named_from=_ROOM * longest)
     for axes, label in ((above, ""), (below, "ms")):
         axes.set_yticks(range(len(every)), names)
         axes.invert_yaxis()
@@ -139,19 +141,29 @@ def _stack(
     parts: Sequence[tuple[str, float]],
     colours: dict[str, str],
     *,
-    is_named: bool = False,
+    named_from: float | None = None,
 ) -> None:
-    """Parts of a whole, one beside the other; with their names in them where there is room."""
-    total = sum(time_us for _, time_us in parts) or 1.0
+    """Parts of a whole, one beside the other; with names in those that take so long, or below."""
     start = 0.0
     for label, time_us in parts:
-        name = None if is_named else label
+        name = label if named_from is None else None
         axes.barh(place, time_us / 1e3, left=start, color=colours[label], height=0.7, label=name)
-        if is_named and time_us > 0.1 * total:
+        if named_from is not None and time_us > named_from:
             middle = (start + time_us / 2e3, place)
-            style = {"ha": "center", "va": "center", "fontsize": 8, "color": "white"}
-            axes.annotate(label.replace("_", "\n_", 1), middle, **style)
+            style = {"ha": "center", "va": "center", "fontsize": 7, "color": "white"}
+            axes.annotate(_short(label), middle, **style)
         start += time_us / 1e3
+
+
+def _short(label: str) -> str:
+    """An operator's name, without what most of them have in it, in lines.
+
+    >>> _short("_scaled_dot_product_cudnn_attention_backward")
+    'attention\\nbackward'
+    """
+    for part in ("_scaled_dot_product_", "native_", "cudnn_", "flash_", "efficient_"):
+        label = label.replace(part, "")
+    return label.strip("_").replace("_backward", "\nbackward")
 
 
 def lives_figure(every: Sequence[Found]) -> Any:
