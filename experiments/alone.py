@@ -14,13 +14,15 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Self
 
 from experiments import ROOT
 from experiments.tasks import DONE, FAILED, UNFINISHED, Row, Task
+from experiments.turns import as_one_of_several
 from rekindle.cli.sweep_case import write_atomically
 
 Answer = dict[str, Any]
@@ -68,34 +70,62 @@ class Runner:
 
     def perform(self, task: Task, before: Row | None, limit_s: float) -> Answer:
         """What came of a task, and the seconds it took."""
-        kept = before["found"] if before and before["status"] == UNFINISHED else None
-        request = {"kind": task.kind, "settings": dict(task.settings), "before": kept}
+        request = _request(task, before)
         start = time.perf_counter()
         if self._alone:
-            answer = self._apart(request, limit_s)
+            worker, self._next = self._next or _start(), _start()
+            answer = _apart(worker, request, limit_s)
         else:
             answer = _answer(request, lambda found: None)
         return {**answer, "seconds": round(time.perf_counter() - start, 1)}
 
-    def _apart(self, request: dict[str, Any], limit_s: float) -> Answer:
-        worker, self._next = self._next or _start(), _start()
-        with tempfile.TemporaryDirectory() as text:
-            write_atomically(Path(text) / _REQUEST, request)
-            try:
-                _hand_over(worker, text, limit_s)
-            finally:
-                how = worker.end()
-            answer = Path(text) / _ANSWER
-            if answer.exists():
-                return dict(json.loads(answer.read_text(encoding="utf-8")))
-        return {"status": FAILED, "message": how}
+    def perform_together(
+        self, tasks: Sequence[Task], befores: Sequence[Row | None], limit_s: float
+    ) -> Iterator[Answer]:
+        """What came of tasks that are prepared at the same time, and measured one by one."""
+        if not self._alone or len(tasks) == 1:
+            for task, before in zip(tasks, befores, strict=True):
+                yield self.perform(task, before, limit_s)
+            return
+        with tempfile.NamedTemporaryFile() as turns:
+            with ExitStack() as stack:  # files are closed here as soon as the processes have them
+                files = [stack.enter_context(Path(turns.name).open("rb")) for _ in tasks]
+                ways = [as_one_of_several(file) for file in files]
+                workers = [_start(**way) for way in ways]
+
+            def timed(worker: _Worker, task: Task, before: Row | None) -> Answer:
+                start = time.perf_counter()
+                answer = _apart(worker, _request(task, before), limit_s)
+                return {**answer, "seconds": round(time.perf_counter() - start, 1)}
+
+            with ThreadPoolExecutor(len(tasks)) as threads:
+                yield from threads.map(timed, workers, tasks, befores)
 
 
-def _start() -> _Worker:
+def _request(task: Task, before: Row | None) -> dict[str, Any]:
+    kept = before["found"] if before and before["status"] == UNFINISHED else None
+    return {"kind": task.kind, "settings": dict(task.settings), "before": kept}
+
+
+def _apart(worker: _Worker, request: dict[str, Any], limit_s: float) -> Answer:
+    """What a process answers, which is ended then."""
+    with tempfile.TemporaryDirectory() as text:
+        write_atomically(Path(text) / _REQUEST, request)
+        try:
+            _hand_over(worker, text, limit_s)
+        finally:
+            how = worker.end()
+        answer = Path(text) / _ANSWER
+        if answer.exists():
+            return dict(json.loads(answer.read_text(encoding="utf-8")))
+    return {"status": FAILED, "message": how}
+
+
+def _start(**how: Any) -> _Worker:
     log = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the process
     command = [sys.executable, "-m", "experiments.alone"]
-    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=log, stderr=log)
-    return _Worker(process, log)
+    said: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": log, "stderr": log}
+    return _Worker(subprocess.Popen(command, cwd=ROOT, **said, **how), log)
 
 
 def _hand_over(worker: _Worker, folder: str, limit_s: float) -> None:

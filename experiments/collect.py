@@ -23,7 +23,7 @@ from experiments import RESULTS, ROOT
 from experiments.alone import Runner
 from experiments.config import CONFIGS, Config
 from experiments.pieces import pieces
-from experiments.tasks import DONE, Piece, Row, Rows, is_final, key_of
+from experiments.tasks import DONE, Piece, Row, Rows, is_final, key_of, several, together_s
 
 SCHEMA = 1
 USUAL_S = 570.0
@@ -44,18 +44,23 @@ def collect(
         return read_rows(here if here.exists() else RESULTS / here.name)
 
     with Runner(alone=alone) as runner:
-        for task in piece.tasks(rows, rows_of):
-            if is_final(rows.get(task.key)):
+        for asked in piece.tasks(rows, rows_of):
+            tasks = [task for task in several(asked) if not is_final(rows.get(task.key))]
+            if not tasks:
                 continue
             left = end - time.monotonic()
-            if left < task.about_s:
-                print(f"no time is left for {task.words}: call again", flush=True)
+            if left < together_s(tasks):
+                words = ", ".join(task.words for task in tasks)
+                print(f"no time is left for {words}: call again", flush=True)
                 return False
-            answer = runner.perform(task, rows.get(task.key), min(task.limit_s, left))
-            about = {"kind": task.kind, "settings": dict(task.settings), "commit": head["commit"]}
-            rows[task.key] = {**about, **answer}
-            _write(path, head, rows)
-            print(f"{answer['seconds']:6.1f} s  {answer['status']}: {task.words}", flush=True)
+            limit_s = min(left, 3 * together_s(tasks) + 60)
+            befores = [rows.get(task.key) for task in tasks]
+            answers = runner.perform_together(tasks, befores, limit_s)
+            for task, answer in zip(tasks, answers, strict=True):
+                about = {"kind": task.kind, "settings": dict(task.settings)}
+                rows[task.key] = {**about, "commit": head["commit"], **answer}
+                _write(path, head, rows)
+                print(f"{answer['seconds']:6.1f} s  {answer['status']}: {task.words}", flush=True)
     return bool(rows) and all(is_final(row) for row in rows.values())
 
 
@@ -108,9 +113,9 @@ def about_seconds(piece: Piece) -> float:
     """About how long a piece takes, if every task finds what it looks for."""
     done: dict[str, Row] = {}
     seconds = 0.0
-    for task in piece.tasks(done, lambda name: read_rows(RESULTS / f"{name}.json")):
-        done[task.key] = {"status": DONE}
-        seconds += task.about_s
+    for asked in piece.tasks(done, lambda name: read_rows(RESULTS / f"{name}.json")):
+        done |= {task.key: {"status": DONE} for task in several(asked)}
+        seconds += together_s(several(asked))
     return seconds
 
 

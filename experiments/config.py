@@ -139,8 +139,8 @@ H200 = Config(
         Cap("80GiB", ("plain", "quick")),
     ),
     compiled=(
-        Compiled("resnet152", (176, 192), (464, 512), times=2.5, at_least=0.95),
-        Compiled("bert-large", (10, 12), (24, 48), times=2.0, at_least=0.88),
+        Compiled("resnet152", (168, 176, 184, 192), (464, 512), times=2.5, at_least=0.95),
+        Compiled("bert-large", (10, 11, 12), (24, 48), times=2.0, at_least=0.88),
     ),
     compiled_cap="16GiB",
 )

@@ -192,24 +192,36 @@ def check_task(config: Config, cap: str, model: str, way: str, batch: int) -> Ta
     return Task("case", {"of": way, "case": case}, _CHECK_S[way])
 
 
-def _compiled(config: Config, done: Rows, rows_of: RowsOf) -> Iterator[Task]:
+def _compiled(config: Config, done: Rows, rows_of: RowsOf) -> Iterator[Task | tuple[Task, ...]]:
+    """All that `torch.compile` compiles at once; then plans, whose costs are measured, alone."""
+    yield tuple(
+        compiled_task(config, asked.model, COMPILE, batch)
+        for asked in config.compiled
+        for batch in asked.peer
+    )
     for asked in config.compiled:
-        for way, batches in ((COMPILE, asked.peer), (PLANNED, asked.planned)):
-            yield from _rising(config, asked, way, batches, done)
+        if _does_not_fit(compiled_task(config, asked.model, COMPILE, asked.peer[0]), done):
+            yield _smaller(config, asked.model, COMPILE, asked.peer[0])
+        yield from _rising(config, asked, done)
 
 
-def _rising(
-    config: Config, asked: Compiled, way: str, batches: tuple[int, ...], done: Rows
-) -> Iterator[Task]:
+def _rising(config: Config, asked: Compiled, done: Rows) -> Iterator[Task]:
     """Batches up to the first that does not fit; a smaller one, if that is the very first."""
-    for place, batch in enumerate(batches):
-        task = compiled_task(config, asked.model, way, batch)
+    for place, batch in enumerate(asked.planned):
+        task = compiled_task(config, asked.model, PLANNED, batch)
         yield task
-        if done.get(task.key, {}).get("status") == OUT_OF_MEMORY:
+        if _does_not_fit(task, done):
             if place == 0:
-                smaller = max(1, int(batch * config.compiled_retry))
-                yield compiled_task(config, asked.model, way, smaller)
+                yield _smaller(config, asked.model, PLANNED, batch)
             return
+
+
+def _does_not_fit(task: Task, done: Rows) -> bool:
+    return done.get(task.key, {}).get("status") == OUT_OF_MEMORY
+
+
+def _smaller(config: Config, model: str, way: str, batch: int) -> Task:
+    return compiled_task(config, model, way, max(1, int(batch * config.compiled_retry)))
 
 
 def compiled_task(config: Config, model: str, way: str, batch: int) -> Task:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ DONE, OUT_OF_MEMORY, FAILED = "done", "out of memory", "failed"
 UNFINISHED = "unfinished"
 """What becomes of a task. Memory that does not suffice is a result; the last two are run again."""
 FINAL = (DONE, OUT_OF_MEMORY)
+_SHARED = 0.15  # of the time of a task, where another is prepared at the same time
 
 Row = Mapping[str, Any]
 Rows = Mapping[str, Row]
@@ -43,24 +44,32 @@ class Task:
         told = (str(facts[name]) for name in names if facts.get(name))
         return " ".join(dict.fromkeys([self.kind, *told]))
 
-    @property
-    def limit_s(self) -> float:
-        """When it is given up: something is wrong, then."""
-        return max(60.0, 3 * self.about_s)
-
 
 @dataclass(frozen=True)
 class Piece:
     """Tasks that are asked for together, and written into one file.
 
     `tasks` makes them one after the other: what a task has found may decide what comes next. It is
-    given the rows of this piece, which grow meanwhile, and a way to read those of others.
+    given the rows of this piece, which grow meanwhile, and a way to read those of others. Several
+    at once are prepared at the same time, and measured one after the other.
     """
 
     name: str
     about: str
     needs_gpu: bool
-    tasks: Callable[[Rows, RowsOf], Iterator[Task]]
+    tasks: Callable[[Rows, RowsOf], Iterator[Task | tuple[Task, ...]]]
+
+
+def several(asked: Task | tuple[Task, ...]) -> tuple[Task, ...]:
+    """Tasks that are done at once: often one."""
+    return (asked,) if isinstance(asked, Task) else asked
+
+
+def together_s(tasks: Sequence[Task]) -> float:
+    """About how long tasks take that are done at once, and share a machine's cores."""
+    return max(task.about_s for task in tasks) + _SHARED * sum(
+        sorted(t.about_s for t in tasks)[:-1]
+    )
 
 
 def key_of(row: Row) -> str:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from experiments.tasks import FAILED
+from experiments.turns import take_turn
 from rekindle.cli.sweep_case import Case, run_case
 
 UNCOMPILED = "running without the compiler"
@@ -23,7 +24,7 @@ def run_one_case(settings: dict[str, Any], before: object, save: object) -> dict
     """
     case = Case(**settings["case"])
     with _warnings() as told:
-        record = run_case(case)
+        record = run_case(case, take_turn)
     without = [text for text in told if text.startswith(UNCOMPILED)]
     if without and case.engine == "inductor":
         record |= {"status": FAILED, "kind": "not compiled", "message": without[0]}

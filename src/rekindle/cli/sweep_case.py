@@ -17,7 +17,7 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -80,11 +80,14 @@ class Case:
         return f"{re.sub(r'[^A-Za-z0-9.]+', '-', readable)}-{digest}.json"
 
 
-def run_case(case: Case) -> dict[str, Any]:
-    """Run a case; the record has what was measured, or what went wrong."""
+def run_case(case: Case, when_ready: Callable[[], object] = lambda: None) -> dict[str, Any]:
+    """Run a case; the record has what was measured, or what went wrong.
+
+    `when_ready` is called once the step has run for the first time, before it is measured.
+    """
     record: dict[str, Any] = {"case": asdict(case), "status": DONE, "kind": None, "message": None}
     try:
-        record |= _measured(case)
+        record |= _measured(case, when_ready)
     except Exception as error:
         record |= _what_went_wrong(error)
     return record | {"environment": _environment(case)}
@@ -116,7 +119,7 @@ class _Ready(NamedTuple):
         )
 
 
-def _measured(case: Case) -> dict[str, Any]:
+def _measured(case: Case, when_ready: Callable[[], object]) -> dict[str, Any]:
     _cap_memory(case)
     random.seed(0)
     np.random.seed(0)
@@ -133,6 +136,7 @@ def _measured(case: Case) -> dict[str, Any]:
         if on_cuda:
             torch.cuda.synchronize(device)
         setup_s = time.perf_counter() - start
+        when_ready()
         found = ready.measure(case.steps)
     if case.cap_bytes is not None and found.peak_bytes > case.cap_bytes:
         return _above_the_cap(found.peak_bytes, case.cap_bytes)
