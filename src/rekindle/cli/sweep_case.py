@@ -137,7 +137,9 @@ def _measured(case: Case, when_ready: Callable[[], object]) -> dict[str, Any]:
             torch.cuda.synchronize(device)
         setup_s = time.perf_counter() - start
         when_ready()
+        start = time.perf_counter()
         found = ready.measure(case.steps)
+        measuring_s = time.perf_counter() - start
     if case.cap_bytes is not None and found.peak_bytes > case.cap_bytes:
         return _above_the_cap(found.peak_bytes, case.cap_bytes)
     return {
@@ -149,6 +151,7 @@ def _measured(case: Case, when_ready: Callable[[], object]) -> dict[str, Any]:
         "samples_us": list(found.samples_us),
         "samples_per_s": (work.batch_size or case.batch) / found.step_us * 1e6,
         "setup_s": setup_s,
+        "measuring_s": measuring_s,
         **_planned_facts(ready.step, found.peak_bytes),
     }
 
