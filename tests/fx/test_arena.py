@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -342,8 +343,7 @@ def test_results_are_expected_as_code_asks_for_them(
         run_in_parts(self)
         self.order = order
 
-    with no_compiler():
-        monkeypatch.setattr(Fused, "compile", compile_and_watch)
+    with no_compiler(), mock.patch.object(Fused, "compile", compile_and_watch):
         parts = train_step, model, torch.optim.SGD(model.parameters(), lr=0.1)
         step = rekindle.optimize(*parts, torch.randn(16384, 32))
     engine = step.captured._first.engine
