@@ -143,7 +143,7 @@ def _write_kernels(step: Any, path: Path) -> float:
         torch.cuda.synchronize()
     found = profiler.key_averages()
     path.write_text(found.table(sort_by="self_cuda_time_total", row_limit=40), encoding="utf-8")
-    on_gpu = (each for each in found if each.device_type is torch.autograd.DeviceType.CUDA)
+    on_gpu = (each for each in found if each.device_type == torch.autograd.DeviceType.CUDA)
     return sum(each.self_device_time_total for each in on_gpu if not each.is_user_annotation)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -72,13 +71,10 @@ class Runner:
     def perform(self, task: Task, before: Row | None, limit_s: float) -> Answer:
         """What came of a task, and the seconds it took."""
         request = _request(task, before)
-        start = time.perf_counter()
-        if self._alone:
-            worker, self._next = self._next or _start(), _start()
-            answer = _apart(worker, request, limit_s)
-        else:
-            answer = _answer(request, lambda found: None)
-        return {**answer, "seconds": round(time.perf_counter() - start, 1)}
+        if not self._alone:
+            return _timed(lambda: _answer(request, lambda found: None))
+        worker, self._next = self._next or _start(), _start()
+        return _timed(lambda: _apart(worker, request, limit_s))
 
     def perform_together(
         self, tasks: Sequence[Task], befores: Sequence[Row | None], limit_s: float
@@ -94,13 +90,17 @@ class Runner:
                 ways = [as_one_of_several(file) for file in files]
                 workers = [_start(**way) for way in ways]
 
-            def timed(worker: _Worker, task: Task, before: Row | None) -> Answer:
-                start = time.perf_counter()
-                answer = _apart(worker, _request(task, before), limit_s)
-                return {**answer, "seconds": round(time.perf_counter() - start, 1)}
+            def perform(worker: _Worker, task: Task, before: Row | None) -> Answer:
+                return _timed(lambda: _apart(worker, _request(task, before), limit_s))
 
             with ThreadPoolExecutor(len(tasks)) as threads:
-                yield from threads.map(timed, workers, tasks, befores)
+                yield from threads.map(perform, workers, tasks, befores)
+
+
+def _timed(perform: Callable[[], Answer]) -> Answer:
+    """An answer, and the seconds it took."""
+    start = time.perf_counter()
+    return {**perform(), "seconds": round(time.perf_counter() - start, 1)}
 
 
 def _request(task: Task, before: Row | None) -> dict[str, Any]:
@@ -169,9 +169,6 @@ def main() -> None:
         write_atomically(folder / _ANSWER, answer)
 
     save(_answer(request, save))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # taking everything down takes seconds
 
 
 if __name__ == "__main__":

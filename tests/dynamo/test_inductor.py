@@ -12,14 +12,9 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rekindle import dynamo
-from rekindle.core.cost import Profile
-from rekindle.core.devices import find_device
 from rekindle.core.ir import FUSED_PREFIX, Phase
-from rekindle.core.roofline import analytic_profile
 from rekindle.core.schedule import Compute
-from rekindle.dynamo import private, session
-from rekindle.dynamo.costs import joint_profile
-from rekindle.dynamo.joint import Joint
+from rekindle.dynamo import private
 from rekindle.dynamo.session import Partitioner
 
 
@@ -79,36 +74,6 @@ def test_dropout_is_computed_again_from_its_seed(monkeypatch: pytest.MonkeyPatch
     assert random[0].name in only.kept
     drawn = [i for i in again if "inductor_random" in only.graph.ops[i].target]
     assert len(drawn) > 1
-
-
-@pytest.mark.parametrize("lower", ["inductor", "eager"])
-def test_convolutions_cost_what_they_take_channels_last(
-    lower: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a GPU, and compiled: few channels cost the most for what they compute."""
-    h200, found = find_device("H200"), []
-
-    def look(joint: Joint) -> Profile:
-        found.append((joint.step, joint_profile(joint, h200)))
-        return joint_profile(joint)
-
-    monkeypatch.setattr(session, "joint_profile", look)
-    first, second = nn.Conv2d(3, 64, 3, padding=1), nn.Conv2d(64, 64, 3, padding=1)
-    model = nn.Sequential(first, nn.ReLU(), second, nn.ReLU())
-    planned = dynamo.compile(model, budget="100%", lower=lower, options={"compile_threads": 1})
-    planned(torch.randn(8, 3, 64, 64)).sum().backward()
-    step, profile = found[0]
-    costs = [
-        (profile.costs[op.index].time_us, op.flops, analytic_profile(step, h200).costs[op.index])
-        for op in step.ops
-        if op.target == "aten.convolution.default"
-    ]
-    (narrow_us, narrow_flops, _), (wide_us, wide_flops, plain) = costs
-    if lower == "eager":
-        assert wide_us == plain.time_us
-        return
-    assert wide_us < plain.time_us
-    assert narrow_us / narrow_flops > wide_us / wide_flops
 
 
 def test_fused_ops_cost_their_traffic(monkeypatch: pytest.MonkeyPatch) -> None:

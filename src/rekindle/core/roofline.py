@@ -157,7 +157,7 @@ def _time_us(graph: StepGraph, op: Op, nbytes: int, device: Device) -> float:
     if op.is_view or not (op.outputs or op.mutates):
         return 0.0
     name = op_name(op)
-    dtype = compute_dtype(graph, op)
+    dtype = _compute_dtype(graph, op)
     if name.startswith("native_batch_norm") and dtype == "float32":
         name = name.replace("native", "cudnn")  # what a GPU runs there
     rate = device.flops_per_us(dtype, tf32=name.startswith("convolution"))
@@ -182,7 +182,7 @@ def _is_misaligned(graph: StepGraph, op: Op, dtype: str) -> bool:
     return dtype != "float32" and any(size % 2 for size in sides)
 
 
-def compute_dtype(graph: StepGraph, op: Op) -> str:
+def _compute_dtype(graph: StepGraph, op: Op) -> str:
     """The type an op computes in: that of its first floating-point input."""
     for value in (*op.inputs, *op.outputs):
         if "float" in graph.values[value].dtype:

@@ -2,8 +2,7 @@
 
 A fused op takes the time to read what it reads from memory and to write what others read there. A
 recomputation writes only where an opaque op (a matrix product, say) is to read the result: whatever
-else reads it computes it in its own kernel. Opaque ops cost what the roofline says; convolutions
-less, as the compiler has them read and write tensors channels last.
+else reads it computes it in its own kernel. Opaque ops cost what the roofline says.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ import torch
 
 from rekindle.core.cost import OpCost, Profile
 from rekindle.core.devices import Device, find_device
-from rekindle.core.ir import Op, StepGraph
-from rekindle.core.roofline import analytic_profile, bytes_moved, compute_dtype, op_name
+from rekindle.core.ir import StepGraph
+from rekindle.core.roofline import analytic_profile, bytes_moved
 from rekindle.core.simulate import main_device
 from rekindle.dynamo.joint import TANGENTS, Joint
 from rekindle.errors import ProfileError
@@ -24,11 +23,6 @@ _FACTOR = 1.05  # over a plain copy, as the roofline has it for element-wise ker
 _REACHED = 0.9  # a plain copy's share of the vendor's bandwidth
 _FLOOR_US = 2.4
 _UNKNOWN_GPU = "A100-80GB"
-# Fitted to ResNet-152, batch 128, on an H200: 155 convolutions take 6.1 ms, and there took 6.2.
-_CONVOLUTION_FLOOR_US = 4.0
-_OF_FLOPS, _OF_BYTES = 1.4, 1.1  # factors over the roofs
-_FEW_CHANNELS = 8  # with fewer, tensor cores wait
-_OF_FLOPS_IF_FEW = 25.0
 # Of a CPU nothing is known: only how times compare matters, and this is a common ratio.
 _CPU = Device("CPU", 1 << 40, 50e3, 1e6, 1e6, 2e6, overhead_bytes=0)
 
@@ -52,13 +46,9 @@ def joint_profile(joint: Joint, device: Device | None = None) -> Profile:
     moved = bytes_moved(step)
     per_us = device.bandwidth_bytes_per_us * _REACHED
     is_written = _is_written(joint)
-    is_gpu = device is not _CPU
-    is_compiled = any(joint.is_fused)
     for op in step.ops:
         if op.target == TANGENTS:
             costs[op.index] = OpCost(0.0)
-        elif is_gpu and is_compiled and op_name(op).startswith("convolution"):
-            costs[op.index] = OpCost(_convolution_us(step, op, int(moved[op.index]), device))
         elif joint.is_fused[op.index]:
             nbytes = int(moved[op.index])
             written = sum(step.storage_of(v).nbytes for v in op.outputs)
@@ -68,6 +58,7 @@ def joint_profile(joint: Joint, device: Device | None = None) -> Profile:
                 _FLOOR_US + _FACTOR * nbytes / per_us,
                 copy_us=floor_us + _FACTOR * max(again, 0) / per_us,
             )
+    is_gpu = device is not _CPU
     return replace(
         found,
         costs=tuple(costs),
@@ -76,16 +67,6 @@ def joint_profile(joint: Joint, device: Device | None = None) -> Profile:
         method="analytic: roofline fitted on an H200, kernels as the compiler fuses them",
         versions={"torch": torch.__version__},
     )
-
-
-def _convolution_us(step: StepGraph, op: Op, nbytes: int, device: Device) -> float:
-    """The time of a convolution, or of its gradients, on tensors that lie channels last."""
-    shapes = (step.values[value].shape for value in op.inputs)
-    is_narrow = any(len(shape) > 2 and shape[1] < _FEW_CHANNELS for shape in shapes)
-    factor = _OF_FLOPS_IF_FEW if is_narrow else _OF_FLOPS
-    computed = factor * op.flops / device.flops_per_us(compute_dtype(step, op), tf32=True)
-    moved = _OF_BYTES * nbytes / (device.bandwidth_bytes_per_us * _REACHED)
-    return _CONVOLUTION_FLOOR_US + max(computed, moved)
 
 
 def _is_written(joint: Joint) -> list[bool]:
