@@ -51,3 +51,35 @@ def test_the_peak_is_the_forecast_one(name: str, batch: int, budget: str) -> Non
     assert step.budget_bytes is not None
     assert found.peak_bytes <= step.budget_bytes
     assert step.plan.peak_bytes == pytest.approx(found.peak_bytes, rel=0.01)
+
+
+@pytest.fixture
+def _uncapped() -> Any:
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@pytest.mark.usefixtures("_deterministic", "_uncapped")
+@pytest.mark.filterwarnings("ignore:.*deterministic.*")
+@pytest.mark.parametrize("engine", ["python", "cudagraph"])
+def test_the_same_bits_where_memory_is_short(engine: str) -> None:
+    """With and without a cap that leaves 6% of a budget for holes, in which segments grow."""
+    _, total_bytes = torch.cuda.mem_get_info()
+    states, grown, budget = [], [], "50%"
+    for _ in range(2):
+        torch.manual_seed(0)
+        given = parts("resnet18", 512, "bf16")
+        torch.cuda.empty_cache()
+        step = rekindle.optimize(*given, budget=budget, engine=engine)
+        step(given[3])
+        segments = torch.cuda.memory_snapshot()
+        grown.append(any(segment["is_expandable"] for segment in segments))
+        for _ in range(2):
+            step(given[3])
+        states.append({name: each.cpu() for name, each in given[1].state_dict().items()})
+        assert step.budget_bytes is not None
+        budget = str(step.budget_bytes)
+        torch.cuda.set_per_process_memory_fraction(1.06 * step.budget_bytes / total_bytes)
+        del step, given
+    assert grown == [False, True]
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())

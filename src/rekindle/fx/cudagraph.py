@@ -214,7 +214,8 @@ class Graphed:
                 if part.is_graph and capture and not self.reason:
                     results = self._from_graph(part, capture, batch, state, values)
                 else:
-                    results = self._run(part, batch, state, [values[n] for n in part.entering])
+                    with self.program.as_code() if part.is_graph else nullcontext():
+                        results = self._run(part, batch, state, [values[n] for n in part.entering])
                 values.update(zip(part.leaving, results, strict=True))
             outputs = [
                 values[node].clone() if node in self._copied else values[node]
@@ -354,7 +355,8 @@ class Graphed:
                 graph, results = self._recorder.capture(run, generators, self._steered)
             except (RuntimeError, AssertionError) as error:
                 self.give_up(f"the step cannot be captured ({str(error).splitlines()[0]})")
-                return self._run(part, batch, state, [values[node] for node in part.entering])
+                with self.program.as_code():
+                    return self._run(part, batch, state, [values[n] for n in part.entering])
             capture.parts[part] = _Captured(graph, inputs, results)
         captured = capture.parts[part]
         for node, tensor in captured.inputs.items():

@@ -12,7 +12,7 @@ memory that is needed until then is asked for beforehand, so that it does not ru
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any
 
@@ -25,6 +25,7 @@ from rekindle.fx.codegen import Code
 from rekindle.fx.interrupts import uninterrupted
 from rekindle.fx.recording import Recording
 from rekindle.fx.rewrite import Listing, as_recorded
+from rekindle.fx.segments import Growing
 from rekindle.fx.tape import Kind
 
 # The user's optimizer runs with autograd and autocast as they were when the step was called.
@@ -41,8 +42,13 @@ class Program:
         recording: Recording,
         listing: Listing | None = None,
         optimizer_bytes: Sequence[int] = (),
+        growing: Growing | None = None,
     ) -> None:
-        """`optimizer_bytes` are what the optimizer allocates at once, on CUDA."""
+        """`optimizer_bytes` are what the optimizer allocates at once, on CUDA.
+
+        `growing` is for a step that takes nearly all the memory there is.
+        """
+        self._growing = growing
         self.recording = recording
         self._optimizer_bytes = optimizer_bytes
         self.listing = listing or as_recorded(recording)
@@ -67,7 +73,7 @@ class Program:
 
         `state` has the tensor of each of the surroundings' slots.
         """
-        with self.running(state):
+        with self.running(state), self.as_code():
             outputs = self._run(batch, state, ())
         return self.finish(outputs, state)
 
@@ -92,6 +98,10 @@ class Program:
             self._state = []
             self._stack = ExitStack()
             self._new_state = []
+
+    def as_code(self) -> AbstractContextManager[None]:
+        """What is set while the code runs and nothing is captured from it."""
+        return self._growing() if self._growing else nullcontext()
 
     def finish(self, tensors: Iterable[torch.Tensor], state: list[torch.Tensor]) -> Any:
         """Put a step's outputs where they belong; returns what the user's function returns."""
@@ -182,7 +192,8 @@ class Program:
         """Parameters are about to change: what is left of the step must not fail on the way."""
         if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             for device in {owner.device for owner in owners if owner.is_cuda}:
-                if self._state_bytes and not any(self._optimizer.state.values()):
+                is_new = self._state_bytes and not any(self._optimizer.state.values())
+                if is_new and not (self._growing and self._growing.is_on):
                     self._make_room_for_state(device)
                 _reserve(self._optimizer_bytes, device)
         if self.is_early:

@@ -27,6 +27,7 @@ from rekindle.errors import ProfileError
 from rekindle.fx import interpret, ops
 from rekindle.fx.meters import Around, CpuMeter, CudaMeter, Meter, plainly
 from rekindle.fx.recording import Recording
+from rekindle.fx.segments import tidy
 
 log = logging.getLogger("rekindle")
 
@@ -207,6 +208,7 @@ class _Session:
         return self._profile(device, times, copies, workspaces, self._overhead(at_start), method)
 
     def _run_alone(self, node: fx.Node, around: Callable[..., Any]) -> None:
+        tidy(self.device)  # all that the one before has left is in the cache
         made = {arg: self._tensor_for(arg, str(node.target)) for arg in node.all_input_nodes}
         args = fx.map_arg(node.args, made.__getitem__)
         kwargs = fx.map_arg(node.kwargs, made.__getitem__)

@@ -32,6 +32,7 @@ from rekindle.fx.lift import lift
 from rekindle.fx.recording import Recording
 from rekindle.fx.rewrite import rewrite
 from rekindle.fx.rewrite_check import check_listing
+from rekindle.fx.segments import growing_for
 from rekindle.fx.timing import tensors_around
 from rekindle.fx.updates import is_one_by_one
 from rekindle.units import format_bytes
@@ -165,7 +166,10 @@ class Variant:
             return self._engines.make(Program(self.recording, None, optimizer_bytes), self.graph)
         listing = rewrite(self.recording, graph, schedule)
         check_listing(self.recording, graph, listing, schedule)
-        program = Program(self.recording, listing, self._optimizer_bytes())
+        growing = None
+        if self.arranged is not None:
+            growing = growing_for(self.arranged.plan.peak_bytes, self._device)
+        program = Program(self.recording, listing, self._optimizer_bytes(), growing)
         known = (self.arranged.plan, self.arranged.profile) if self.arranged else (None, None)
         return self._engines.make(program, graph, *known)
 

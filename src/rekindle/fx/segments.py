@@ -1,0 +1,75 @@
+"""Memory that torch's allocator can put together from what is free.
+
+The allocator takes memory from a GPU in segments, and a hole that is left between two tensors is of
+no use to a larger one. A step that takes nearly all there is may so fail for want of a piece,
+although there are bytes enough. Segments that grow are made of pages, and free pages can be used
+elsewhere; moving them takes time, and CUDA graphs are steered in segments of the other kind. So the
+allocator is told to use them only where a step runs as code and leaves little room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+_ROOM = 1.5  # of a step's peak: as much as the allocator has been seen to reserve for one
+_HELD = 4  # a cache is large if it holds one part in so many of what there is
+_KIND = "expandable_segments"
+
+
+def available_bytes(device: torch.device) -> int:
+    """What this process may use of a GPU, with what it uses already."""
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    allowed_bytes = int(total_bytes * torch.cuda.get_per_process_memory_fraction(device))
+    return min(free_bytes + torch.cuda.memory_reserved(device), allowed_bytes)
+
+
+class Growing:
+    """Has the allocator take memory in segments that grow while a step runs as code.
+
+    `is_on` says whether it does now.
+    """
+
+    def __init__(self, told: str) -> None:
+        """`told` are all settings that the allocator was told before."""
+        self._kept = [part for part in told.split(",") if part and not part.startswith(_KIND)]
+        self.is_on = False
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Use them now, and no more afterwards."""
+        self._tell(grow=True)
+        try:
+            yield
+        finally:
+            self._tell(grow=False)
+
+    def _tell(self, *, grow: bool) -> None:
+        settings = ",".join((*self._kept, f"{_KIND}:{grow}"))
+        torch._C._accelerator_setAllocatorSettings(settings)
+        self.is_on = grow
+
+
+def growing_for(peak_bytes: int, device: torch.device) -> Growing | None:
+    """What a step needs that takes so much; None if there is room for holes anyway.
+
+    Nor can it be had where the user has chosen another allocator, or segments that grow.
+    """
+    if device.type != "cuda" or torch.cuda.get_allocator_backend() != "native":
+        return None
+    if available_bytes(device) >= _ROOM * peak_bytes:
+        return None
+    settings = torch.cuda.memory._snapshot()["allocator_settings"]
+    if settings.get(_KIND):
+        return None
+    return Growing(settings.get("PYTORCH_CUDA_ALLOC_CONF", ""))
+
+
+def tidy(device: torch.device) -> None:
+    """Give back what the allocator holds for later, if that is much: it may be in pieces."""
+    if device.type == "cuda":
+        held_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        if held_bytes > available_bytes(device) // _HELD:
+            torch.cuda.empty_cache()
