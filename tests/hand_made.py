@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rekindle.core.cost import OpCost, Profile
 from rekindle.core.ir import Op, Phase, Role, StepGraph, Storage, Value
@@ -122,3 +123,30 @@ def profile_of(
         allocator=allocator,
         overhead_bytes=overhead_bytes,
     )
+
+
+def one_op(
+    target: str,
+    inputs: list[tuple[tuple[int, ...], str]],
+    outputs: list[tuple[tuple[int, ...], str]],
+    *,
+    nbytes: int = 1 << 40,
+    **more: Any,
+) -> StepGraph:
+    """A step of one op whose values have these shapes and types."""
+    forms = [*inputs, *outputs]
+    values = tuple(
+        Value(i, f"v{i}", i, shape, dtype, None if i < len(inputs) else 0)
+        for i, (shape, dtype) in enumerate(forms)
+    )
+    op = Op(
+        0,
+        "op",
+        target,
+        Phase.FORWARD,
+        tuple(range(len(inputs))),
+        tuple(range(len(inputs), len(forms))),
+        **more,
+    )
+    held = tuple(Storage(i, nbytes, Role.PARAM) for i in range(len(forms)))
+    return StepGraph((op,), values, held, ())

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from hand_made import one_op
 from torch import nn
 
 import rekindle
 from rekindle.core import roofline
 from rekindle.core.devices import Device
-from rekindle.core.ir import Op, Phase, Role, StepGraph, Storage, Value
+from rekindle.core.ir import Phase, Role, StepGraph
+from rekindle.core.ops import op_name
 from rekindle.core.roofline import Kind, analytic_profile, bytes_moved, kind_of
 
 D, H, K, N = 7, 11, 5, 13  # features, hidden, classes, batch: primes, so that no sum hides another
@@ -96,33 +98,6 @@ def test_depthwise_convolution() -> None:
 # Bytes
 
 
-def one_op(
-    target: str,
-    inputs: list[tuple[tuple[int, ...], str]],
-    outputs: list[tuple[tuple[int, ...], str]],
-    *,
-    nbytes: int = 1 << 40,
-    **more: Any,
-) -> StepGraph:
-    """A step of one op whose values have these shapes and types."""
-    forms = [*inputs, *outputs]
-    values = tuple(
-        Value(i, f"v{i}", i, shape, dtype, None if i < len(inputs) else 0)
-        for i, (shape, dtype) in enumerate(forms)
-    )
-    op = Op(
-        0,
-        "op",
-        target,
-        Phase.FORWARD,
-        tuple(range(len(inputs))),
-        tuple(range(len(inputs), len(forms))),
-        **more,
-    )
-    held = tuple(Storage(i, nbytes, Role.PARAM) for i in range(len(forms)))
-    return StepGraph((op,), values, held, ())
-
-
 F32, BF16, I64 = "float32", "bfloat16", "int64"
 MM = [((2, 3), F32), ((3, 5), F32)]
 
@@ -163,7 +138,7 @@ SLOW = Device("slow", 1 << 34, 1e3, 1e3, 2e3, 4e3, overhead_bytes=77)
 def time_us(graph: StepGraph, device: Device) -> float:
     """The time of a graph's one op beyond its floor, by its factor."""
     [op] = graph.ops
-    kind = kind_of(roofline.op_name(op))
+    kind = kind_of(op_name(op))
     return (analytic_profile(graph, device).costs[0].time_us - kind.floor_us) / kind.factor
 
 

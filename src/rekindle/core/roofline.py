@@ -7,7 +7,6 @@ profiles measured on an H200 (benchmarks/profiles) and are used for every device
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import numpy as np
@@ -16,24 +15,8 @@ from numpy.typing import NDArray
 from rekindle.core.cost import OpCost, Profile
 from rekindle.core.devices import Device
 from rekindle.core.ir import Op, StepGraph
-
-ITEM_BYTES = {
-    "float64": 8,
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "complex64": 8,
-    "complex128": 16,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint64": 8,
-    "uint32": 4,
-    "uint16": 2,
-    "uint8": 1,
-    "bool": 1,
-}
+from rekindle.core.ops import nbytes_of, op_name
+from rekindle.core.workspaces import workspace_bytes
 
 
 class Kind(NamedTuple):
@@ -99,6 +82,7 @@ def analytic_profile(graph: StepGraph, device: Device) -> Profile:
     costs = tuple(
         OpCost(
             _time_us(graph, op, int(nbytes), device),
+            workspace_bytes(graph, op),
             copy_us=_copy_us(op, int(nbytes), device) if op.copy_target else None,
         )
         for op, nbytes in zip(graph.ops, traffic, strict=True)
@@ -117,13 +101,7 @@ def analytic_profile(graph: StepGraph, device: Device) -> Profile:
 
 def bytes_moved(graph: StepGraph) -> NDArray[np.int64]:
     """The bytes each op reads and writes, each value counted once each way; views move none."""
-    sizes = [
-        min(
-            math.prod(value.shape) * ITEM_BYTES.get(value.dtype, 4),
-            graph.storages[value.storage].nbytes,
-        )
-        for value in graph.values
-    ]
+    sizes = [min(nbytes_of(value), graph.storages[value.storage].nbytes) for value in graph.values]
 
     def moved(op: Op) -> int:
         if op.is_view:
@@ -134,17 +112,6 @@ def bytes_moved(graph: StepGraph) -> NDArray[np.int64]:
         return written + sum(sizes[v] for v in set(op.inputs))
 
     return np.array([moved(op) for op in graph.ops], dtype=np.int64)
-
-
-def op_name(op: Op) -> str:
-    """An operator's name without its library and overload.
-
-    >>> from rekindle.core.ir import Phase
-    >>> op_name(Op(0, "mm_3", "aten.mm.default", Phase.FORWARD, (), ()))
-    'mm'
-    """
-    parts = op.target.split(".")
-    return parts[1] if len(parts) > 1 else op.target
 
 
 def kind_of(name: str) -> Kind:

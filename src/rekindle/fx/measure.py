@@ -84,7 +84,7 @@ def measure_profile(
         log.info("the step does not fit into memory: measuring each distinct operator alone")
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    return session.one_by_one(device_name(device))
+    return session.one_by_one(batch or [], device_name(device))
 
 
 def _closest_device(name: str) -> Device:
@@ -166,7 +166,7 @@ class _Session:
         samples = [self.meter.times_us(run_copies, n_ops) for _ in range(self.runs)]
         return np.asarray(np.median(np.stack(samples), axis=0))
 
-    def one_by_one(self, device: str) -> Profile:
+    def one_by_one(self, batch: list[torch.Tensor], device: str) -> Profile:
         """Run each distinct operator alone, on tensors made for it."""
         calls = self.recording.tape.calls
         groups: dict[Hashable, list[int]] = {}
@@ -191,7 +191,8 @@ class _Session:
 
         with interpret.preserved(self.recording):
             run(plainly)
-            alone, at_start = self.meter.workspaces_bytes(run, len(calls))
+            beside = self._beside(batch)
+            alone, _ = self.meter.workspaces_bytes(run, len(calls))
             samples = [self.meter.times_us(run, len(calls)) for _ in range(self.runs)]
             copies = self._copies_us(run, len(calls))
         medians = np.median(np.stack(samples), axis=0)
@@ -205,7 +206,7 @@ class _Session:
             for index in unable:
                 indices = groups[self._signature(calls[index].node)]
                 times[indices] = estimate[indices]
-        return self._profile(device, times, copies, workspaces, self._overhead(at_start), method)
+        return self._profile(device, times, copies, workspaces, beside, method)
 
     def _run_alone(self, node: fx.Node, around: Callable[..., Any]) -> None:
         tidy(self.device)  # all that the one before has left is in the cache
@@ -248,6 +249,11 @@ class _Session:
             return 0
         sizes = device_sizes(self.graph, self.meter.allocator)
         return max(0, at_start - int(sizes[analyze(self.graph).is_resident].sum()))
+
+    def _beside(self, batch: list[torch.Tensor]) -> int:
+        """What is allocated now beside the step's own tensors, as far as those are there yet."""
+        resident = interpret.resident_bytes(self.recording, batch, self.device)
+        return max(0, self.meter.allocated_bytes() - resident)
 
     def _profile(
         self,

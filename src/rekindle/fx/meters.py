@@ -36,6 +36,9 @@ class Meter(Protocol):
     def workspaces_bytes(self, run: Run, n_ops: int) -> tuple[NDArray[np.int64], int]:
         """What each op allocates beside its results, and what was allocated when the run began."""
 
+    def allocated_bytes(self) -> int:
+        """What is allocated now; 0 where the allocator does not say."""
+
     def step_us(self, run: Run) -> float | None:
         """The time of the whole run without any gap between ops, if that can be had."""
 
@@ -89,6 +92,9 @@ class CudaMeter:
 
         run(around)
         return found, at_start[0] if at_start else 0
+
+    def allocated_bytes(self) -> int:
+        return torch.cuda.memory_allocated(self._device)
 
     def step_us(self, run: Run) -> float | None:
         graph = torch.cuda.CUDAGraph()
@@ -153,6 +159,9 @@ class CpuMeter:
                 workspace = int(during.max()) - int(max(before, during[-1]))
                 found[int(event.name().removeprefix(_MARK))] = max(0, workspace)
         return found, 0
+
+    def allocated_bytes(self) -> int:
+        return 0
 
     def step_us(self, run: Run) -> float | None:
         return None

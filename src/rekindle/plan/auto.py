@@ -31,6 +31,7 @@ from rekindle.plan.result import write_up
 _CLOSE = 1.02  # within this factor of the bound, nothing more is tried
 _TIGHTENINGS = 4  # how often the chain is asked again for less where it went over
 _LOWERINGS = (0.03, 0.01, 0.003)  # by how much a still lower peak is asked for
+_PROBES = (0.02, 0.05)  # the same where plans are sought from scratch
 _MOST_OPS_FOR_ALL = 4000  # of a larger step, the others are asked only where nothing fits
 _MOST_FOR_ILP = 130  # decisions of the integer program: up to here it is solved at once
 _MOST_FOR_A_TRY = (
@@ -142,11 +143,17 @@ class Session:
 
     @cached_property
     def least(self) -> Candidate:
-        """The candidate of least peak: asked for that peak, `best` finds no lower one."""
+        """The candidate of least peak: asked for that peak or less, `best` finds no lower one."""
         least = self._lowest
-        while (found := self.best(least.peak_bytes)) and found.peak_bytes < least.peak_bytes:
+        while found := self._lower_than(least):
             least = found
         return least
+
+    def _lower_than(self, least: Candidate) -> Candidate | None:
+        """A candidate of a lower peak, if `best` finds one: plans can lie far from each other."""
+        asked = (int(least.peak_bytes * (1 - share)) for share in (0.0, *_PROBES))
+        found = map(self.best, asked)
+        return next((each for each in found if each and each.peak_bytes < least.peak_bytes), None)
 
     @cached_property
     def _lowest(self) -> Candidate:

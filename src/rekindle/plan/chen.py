@@ -15,7 +15,7 @@ import numpy as np
 
 from rekindle.core.cost import Profile
 from rekindle.core.ir import Op, StepGraph
-from rekindle.core.roofline import op_name
+from rekindle.core.ops import op_name
 from rekindle.core.schedule import Plan
 from rekindle.plan.lower import Choices, choices, lower
 from rekindle.plan.problem import FORWARD, Floats, Ints, Problem, problem_of

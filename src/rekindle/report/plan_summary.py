@@ -12,7 +12,7 @@ from typing import Any
 
 from rekindle.core.cost import Profile
 from rekindle.core.ir import StepGraph
-from rekindle.core.roofline import op_name
+from rekindle.core.ops import op_name
 from rekindle.core.schedule import Plan
 from rekindle.core.simulate import Trace
 from rekindle.report.names import pattern_of, source_line

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from rekindle.core.cost import Profile
 from rekindle.core.ir import Op, Phase, Role, StepGraph, Value
 from rekindle.core.liveness import Lifetime
-from rekindle.core.roofline import bytes_moved, op_name
+from rekindle.core.ops import op_name
+from rekindle.core.roofline import bytes_moved
 from rekindle.core.simulate import Trace
 from rekindle.report.names import pattern_of, source_line
 from rekindle.report.palette import LIBRARIES, ORDER
