@@ -125,7 +125,7 @@ H200 = Config(
         Budgeted(Step("bert-large", 32), (80, 65, 50, 40, 35)),
     ),
     planners=ALL_PLANNERS,
-    planners_limit_s=170.0,
+    planners_limit_s=270.0,
     families=(
         Family("resnet", (50, 152, 500, 1001), (50, 152)),
         Family("lstm", (16, 32, 64, 128), (16, 64)),

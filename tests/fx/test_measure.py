@@ -320,6 +320,17 @@ def test_operators_one_by_one(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.usefixtures("_no_room")
+def test_what_is_there_beside_the_step_where_ops_run_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not what is made up for the first op, and not state that the optimizer has yet to make."""
+    work = models.build("mlp", batch=2)
+    there = resident_bytes(work)
+    monkeypatch.setattr(measure.CpuMeter, "allocated_bytes", lambda self: there + 4096)
+    assert rekindle.profile(captured(work), cache=False, runs=1).overhead_bytes == 4096
+
+
+@pytest.mark.usefixtures("_no_room")
 def test_distinct_operators_are_measured_once() -> None:
     """Three layers alike: their products differ in nothing, and get one time."""
     model = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(3)))

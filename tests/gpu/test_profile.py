@@ -85,6 +85,7 @@ def test_a_step_that_does_not_fit_is_profiled_all_the_same() -> None:
     assert "alone" in tight.method
     assert tight.step_us == pytest.approx(roomy.step_us, rel=0.25)
     assert rekindle.simulate(captured.graph, tight).peak_bytes == pytest.approx(peak, rel=0.03)
+    assert tight.overhead_bytes == pytest.approx(roomy.overhead_bytes, abs=16 << 20)
 
 
 def test_analytic_and_measured_agree() -> None:

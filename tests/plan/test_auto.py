@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,17 @@ def test_a_plan_does_not_depend_on_what_was_asked_before() -> None:
             later = ask("auto", graph, profile, budget)
             assert isinstance(first, Plan) == isinstance(later, Plan) == (budget >= least)
             assert first == later or budget < least
+
+
+def test_the_least_peak_is_below_a_gap_between_plans() -> None:
+    """Without workspaces, ResNet-152 has plans of 1,904 MiB, none below for 2%, and then some."""
+    graph, measured, _ = load_profile(PROFILES / "resnet152_b128_bf16_h200.json.gz")
+    costs = tuple(replace(cost, workspace_bytes=0) for cost in measured.costs)
+    profile = replace(measured, costs=costs)
+    least = least_peak("auto", graph, profile)
+    assert least < 1870 << 20
+    for share in (0.98, 0.95):
+        assert isinstance(ask("auto", graph, profile, int(share * least)), InfeasibleBudget)
 
 
 def test_the_plans_that_do_not_look_at_the_budget_are_all_tried() -> None:
