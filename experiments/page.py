@@ -69,10 +69,11 @@ def paragraphs(*parts: str) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def not_measured(*pieces: str) -> str:
-    """The line that stands in the place of what was not collected."""
+def not_measured(*pieces: str, is_begun: bool = False) -> str:
+    """The line that stands in the place of what was not collected, or of the rest of it."""
     names = " ".join(pieces)
-    return f"*Not measured yet: `python -m experiments.collect --piece {names}`.*"
+    what = "The rest is not measured yet" if is_begun else "Not measured yet"
+    return f"*{what}: `python -m experiments.collect --piece {names}`.*"
 
 
 def times(ratio: float, digits: int = 2) -> str:

@@ -63,13 +63,22 @@ def section(page: Page) -> str:
     every = fits_of(page)
     if not every:
         return not_measured(FITS)
-    missing = [
-        check_name(cap)
-        for cap in page.config.caps
-        if not any(fit.tried for fit in every if fit.cap == cap.memory)
-    ]
     picture = page.picture("max-batch", "The largest batches under caps", fits_figure(every))
-    return paragraphs(picture, _table(page, every), *(not_measured(each) for each in missing))
+    missing = (_missing(page, cap, every) for cap in page.config.caps)
+    return paragraphs(picture, _table(page, every), *missing)
+
+
+def _missing(page: Page, cap: Cap, every: Sequence[Fit]) -> str:
+    """What is to be run under a cap and was not, if anything."""
+    asked = [
+        fit
+        for fit in every
+        if fit.cap == cap.memory and fit.model in page.config.checked and fit.way in cap.ways
+    ]
+    tried = [fit for fit in asked if fit.tried or not fit.forecast]
+    if len(tried) == len(asked):
+        return ""
+    return not_measured(check_name(cap), is_begun=any(fit.tried for fit in tried))
 
 
 def _names(page: Page) -> dict[str, str]:

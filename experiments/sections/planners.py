@@ -8,6 +8,7 @@ from typing import Any
 from experiments import drawing
 from experiments.page import ABSENT, Page, not_measured, paragraphs, table, times, title_of
 from experiments.pieces import planners_name
+from experiments.tasks import UNFINISHED
 from rekindle.report.figures import GREY, byte_unit, new_figure
 from rekindle.report.palette import MARKERS, SERIES
 from rekindle.report.plan_words import fine_percent
@@ -23,9 +24,13 @@ def section(page: Page) -> str:
     parts = []
     for planned in page.config.planned:
         name = planners_name(planned.step)
-        every = page.results.found(name)
-        title = title_of(*planned.step)
-        parts.append(_one(page, every[0]) if every else f"**{title}**: {not_measured(name)}")
+        every = page.results.rows(name)
+        if every:
+            parts.append(_one(page, every[0]["found"]))
+            if every[0]["status"] == UNFINISHED:
+                parts.append(not_measured(name, is_begun=True))
+        else:
+            parts.append(f"**{title_of(*planned.step)}**: {not_measured(name)}")
     return paragraphs(*parts)
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import doctest
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
+from experiments import RESULTS, page
 from experiments import document as experiments_document
-from experiments import page
 from experiments.document import DOCUMENT, FIGURES, SECTIONS, TEMPLATE, document, page_of
 from experiments.sections import sources
 
@@ -33,6 +34,21 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
         assert f"Not measured yet: `python -m experiments.collect --piece {piece}`" in text
     assert "Nothing has been measured yet" in text
     assert not empty.figures.exists()
+
+
+def test_what_is_only_begun_is_said(tmp_path: Path) -> None:
+    """Planners of which not every plan was run, and caps under which not every batch was."""
+    shutil.copytree(RESULTS, tmp_path, dirs_exist_ok=True)
+    for name in ("planners-bert-large", "max-batch-16GiB"):
+        path = tmp_path / f"{name}.json"
+        piece = json.loads(path.read_text(encoding="utf-8"))
+        piece["cases"] = [{**piece["cases"][0], "status": "unfinished"}]
+        path.write_text(json.dumps(piece), encoding="utf-8")
+    text = document(EVERY, page_of(results=tmp_path, figures=tmp_path / "figures"))
+    for piece in ("planners-bert-large", "max-batch-16GiB"):
+        assert (
+            f"The rest is not measured yet: `python -m experiments.collect --piece {piece}`" in text
+        )
 
 
 def test_what_failed_is_said(tmp_path: Path) -> None:
