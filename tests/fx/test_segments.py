@@ -91,12 +91,22 @@ def test_other_settings_are_told_again(gpu: SimpleNamespace, told: list[str]) ->
     assert told == [f"{kept},{ON}", f"{kept},{OFF}"]
 
 
-def test_torch_knows_the_setting() -> None:
-    """Without a stand-in: torch refuses a setting that it does not know."""
-    with Growing("")():
-        pass
-    with pytest.raises(ValueError, match="Unrecognized"):
-        torch._C._accelerator_setAllocatorSettings("segments_that_grow:True")
+def test_torch_does_as_it_is_told() -> None:
+    """Without a stand-in: other settings stay, and the kind of segments changes."""
+
+    def settings() -> tuple[bool, int]:
+        found = torch.cuda.memory._snapshot()["allocator_settings"]
+        return found["expandable_segments"], found["max_split_size"]
+
+    before = torch.cuda.memory._snapshot()["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"]
+    kept = "max_split_size_mb:64, expandable_segments:False"
+    try:
+        torch._C._accelerator_setAllocatorSettings(kept)
+        with Growing(kept)():
+            assert settings() == (True, 64 << 20)
+        assert settings() == (False, 64 << 20)
+    finally:
+        torch._C._accelerator_setAllocatorSettings(before or OFF)
 
 
 @pytest.mark.parametrize(("reserved", "emptied"), [(150, 0), (170, 0), (250, 1)])

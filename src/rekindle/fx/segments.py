@@ -21,9 +21,10 @@ _KIND = "expandable_segments"
 
 def available_bytes(device: torch.device) -> int:
     """What this process may use of a GPU, with what it uses already."""
-    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    allowed_bytes = int(total_bytes * torch.cuda.get_per_process_memory_fraction(device))
-    return min(free_bytes + torch.cuda.memory_reserved(device), allowed_bytes)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    free_bytes, total_bytes = torch.cuda.mem_get_info(index)
+    allowed_bytes = int(total_bytes * torch.cuda.get_per_process_memory_fraction(index))
+    return min(free_bytes + torch.cuda.memory_reserved(index), allowed_bytes)
 
 
 class Growing:
@@ -33,8 +34,9 @@ class Growing:
     """
 
     def __init__(self, told: str) -> None:
-        """`told` are all settings that the allocator was told before."""
-        self._kept = [part for part in told.split(",") if part and not part.startswith(_KIND)]
+        """`told` are all settings that the allocator has: it forgets what it is not told again."""
+        parts = (part.strip() for part in told.split(","))
+        self._kept = [part for part in parts if part and not part.startswith(_KIND)]
         self.is_on = False
 
     @contextmanager
