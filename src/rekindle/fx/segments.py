@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import torch
 
-_ROOM = 1.5  # of a step's peak: as much as the allocator has been seen to reserve for one
+_ROOM = 1.25  # of a step's peak: with so much, holes have not mattered
 _HELD = 4  # a cache is large if it holds one part in so many of what there is
 _KIND = "expandable_segments"
 
