@@ -95,7 +95,7 @@ class Config:
     compiled_cap: str
     below_cap: float = 0.97
     quick: float = 0.9
-    retries: tuple[float, ...] = (1.0, 0.95, 0.88)
+    retries: tuple[float, ...] = (1.0, 0.98, 0.93)
     compiled_retry: float = 0.93
 
 

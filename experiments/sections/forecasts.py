@@ -166,5 +166,6 @@ def forecasts_figure(pairs: Sequence[Pair]) -> Any:
         axes.plot(xs, ys, marker="o", ms=5, alpha=0.6, ls="none", color=SERIES[0])
         axes.set_yticks(range(len(sources)), [source.replace("`", "") for source in sources])
         axes.set_ylim(len(sources) - 0.5, -0.5)
+        axes.locator_params(axis="x", nbins=5)
         drawing.finish(axes, "forecast, of measured", "", grid="x")
     return figure

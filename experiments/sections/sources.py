@@ -20,7 +20,7 @@ def section(page: Page) -> str:
         if content is not None:
             command = f"`python benchmarks/{name.removesuffix('_h200')}.py`"
             rows.append((command, *_machine(content), f"`{content['commit']}`", ABSENT))
-    names = ("made by", "GPU", "Python", "torch", "commit", "took")
+    names = ("made by", "GPU", "Python", "torch", "commit", "tasks took")
     return paragraphs(table(names, rows), _failures(page))
 
 
