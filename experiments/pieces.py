@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -21,12 +22,13 @@ _CASE_S = {PLAIN: 10.0, PLANNED: 33.0}
 _HALF_S = 21.0  # the profile is on disk by then
 _PLANNERS_S = 230.0
 _SCHEMES_S = {"resnet": 75.0, "lstm": 40.0}
-_CHECK_S = {"plain": 10.0, "quick": 40.0, "planned": 70.0}
+_CHECK_S = {"plain": 10.0, "quick": 40.0, "planned": 100.0}
 _COMPILED_S = {
     "resnet152": {COMPILE: 110.0, PLANNED: 60.0},
     "bert-large": {COMPILE: 75.0, PLANNED: 45.0},
     "resnet-tiny": {COMPILE: 60.0, PLANNED: 60.0},
 }
+_BEYOND = 1.02  # of the largest batch: how close it is to be to the true one
 _ON_PAPER_S = {"shares": 20.0, "fits": 150.0, "schemes": 90.0}
 
 
@@ -162,7 +164,10 @@ def _planners(config: Config, planned: Budgeted, done: Rows, rows_of: RowsOf) ->
 
 
 def _checks(config: Config, cap: Cap, done: Rows, rows_of: RowsOf) -> Iterator[Task]:
-    """The largest batches that were found on paper; where one does not fit, somewhat smaller."""
+    """The largest batches that were found on paper; where one does not fit, somewhat smaller.
+
+    Where it does, one beyond it.
+    """
     fits = rows_of(FITS)
     for model in config.checked:
         fit = fits.get(fit_task(config, model, cap.memory).key)
@@ -174,6 +179,8 @@ def _checks(config: Config, cap: Cap, done: Rows, rows_of: RowsOf) -> Iterator[T
                 task = check_task(config, cap.memory, model, way, max(1, int(batch * share)))
                 yield task
                 if done.get(task.key, {}).get("status") == DONE:
+                    if share == 1.0 and way in cap.beyond:
+                        yield beyond_task(config, cap.memory, model, way, batch)
                     break
 
 
@@ -190,6 +197,18 @@ def check_task(config: Config, cap: str, model: str, way: str, batch: int) -> Ta
         how = {"way": PLANNED, "budget": budget_under(config, cap)}
     case = _case(config, cap, model=model, batch=batch, **how)
     return Task("case", {"of": way, "case": case}, _CHECK_S[way])
+
+
+def beyond_task(config: Config, cap: str, model: str, way: str, batch: int) -> Task:
+    """A batch that is larger by 2% than the largest that was found, and by one at least."""
+    larger = max(batch + 1, math.ceil(batch * _BEYOND))
+    task = check_task(config, cap, model, way, larger)
+    return replace(task, settings={**task.settings, "of": beyond(way)})
+
+
+def beyond(way: str) -> str:
+    """What rows of batches that are too large are told by."""
+    return f"beyond {way}"
 
 
 def _compiled(config: Config, done: Rows, rows_of: RowsOf) -> Iterator[Task | tuple[Task, ...]]:

@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 from experiments import drawing
 from experiments.config import Cap
 from experiments.page import ABSENT, Page, not_measured, paragraphs, table, times, title_of
-from experiments.pieces import FITS, check_name, fit_task
+from experiments.pieces import FITS, beyond, budget_under, check_name, fit_task
 from experiments.tasks import DONE, key_of
 from rekindle.report.figures import new_figure
 from rekindle.report.palette import SERIES
-from rekindle.units import format_bytes
+from rekindle.report.sweep_report import INFEASIBLE
+from rekindle.units import format_bytes, parse_bytes
 
 WAYS = ("plain", "quick", "planned")
 _COLOURS = dict(zip(WAYS, (SERIES[7], SERIES[5], SERIES[0]), strict=True))
@@ -25,6 +26,7 @@ class Fit(NamedTuple):
     """A way to run a model under a cap: the batch that was found on paper, and the one that ran.
 
     `tried` are the batches that were run, whether they fit or not; `ran` is the one that did.
+    `beyond` came of a batch that is larger by 2%, if one was tried.
     """
 
     model: str
@@ -33,6 +35,7 @@ class Fit(NamedTuple):
     forecast: Found | None
     tried: tuple[int, ...]
     ran: Found | None
+    beyond: Found | None
 
 
 def fits_of(page: Page) -> list[Fit]:
@@ -48,14 +51,20 @@ def _under(page: Page, cap: Cap) -> Iterator[Fit]:
         if forecast is None:
             continue
         for way in WAYS:
-            own = [
-                row["found"]
-                for row in checks
-                if row["settings"]["of"] == way and row["settings"]["case"]["model"] == model
-            ]
+            own = _checked(checks, model, way)
             ran = next((found for found in own if found["status"] == DONE), None)
             tried = tuple(found["case"]["batch"] for found in own)
-            yield Fit(model, cap.memory, way, forecast[way], tried, ran)
+            larger = next(iter(_checked(checks, model, beyond(way))), None)
+            yield Fit(model, cap.memory, way, forecast[way], tried, ran, larger)
+
+
+def _checked(checks: Sequence[Found], model: str, way: str) -> list[Found]:
+    """What came of the batches of a model that were run in one way."""
+    return [
+        row["found"]
+        for row in checks
+        if row["settings"]["of"] == way and row["settings"]["case"]["model"] == model
+    ]
 
 
 def section(page: Page) -> str:
@@ -65,7 +74,28 @@ def section(page: Page) -> str:
         return not_measured(FITS)
     picture = page.picture("max-batch", "The largest batches under caps", fits_figure(every))
     missing = (_missing(page, cap, every) for cap in page.config.caps)
-    return paragraphs(picture, _table(page, every), *missing)
+    return paragraphs(picture, _table(page, every), _beyond(page, every), *missing)
+
+
+def _beyond(page: Page, every: Sequence[Fit]) -> str:
+    """What came of batches that are larger by 2% than those found, each beside its budget."""
+    lines = [
+        f"- {title_of(fit.model, fit.beyond['case']['batch'])}, {fit.way}, {fit.cap}: "
+        f"{_outcome(page, fit.cap, fit.beyond)}."
+        for fit in every
+        if fit.beyond
+    ]
+    return (
+        "\n".join(["2% more, or one more, where that has been tried:", "", *lines]) if lines else ""
+    )
+
+
+def _outcome(page: Page, cap: str, found: Found) -> str:
+    if found["status"] == DONE:
+        within = parse_bytes(budget_under(page.config, cap))
+        side = "above" if found["peak_bytes"] > within else "within"
+        return f"takes {format_bytes(found['peak_bytes'])}, {side} the budget"
+    return "no plan" if found["kind"] == INFEASIBLE else "out of memory"
 
 
 def _missing(page: Page, cap: Cap, every: Sequence[Fit]) -> str:

@@ -192,6 +192,18 @@ def test_the_largest_batches(made: Made) -> None:
     assert heights == [fit.forecast["batch"] for fit in every if fit.forecast]
 
 
+def test_batches_beyond_the_largest(made: Made) -> None:
+    """The forecast is for a GPU, whose libraries take memory of their own: on a CPU, they fit."""
+    found = {fit.way: fit.beyond for fit in fits.fits_of(made.page) if fit.beyond}
+    assert found.keys() == {"plain", "planned"}
+    for way, larger in found.items():
+        peak = format_bytes(larger["peak_bytes"])
+        line = (
+            f"- mlp ×{larger['case']['batch']:,}, {way}, 128MiB: takes {peak}, within the budget."
+        )
+        assert line in made.text
+
+
 def test_compiled_steps(made: Made) -> None:
     (sides,) = compiled.sides_of(made.page)
     assert [(found["case"]["batch"], found["status"]) for found in sides.peer] == [

@@ -16,7 +16,7 @@ from experiments.alone import Runner
 from experiments.collect import USUAL_S, about_seconds, collect, read_rows
 from experiments.config import H200, TINY
 from experiments.kinds import cases, planners
-from experiments.pieces import FITS, check_task, compiled_task, fit_task, pieces
+from experiments.pieces import FITS, beyond_task, check_task, compiled_task, fit_task, pieces
 from experiments.tasks import (
     DONE,
     FAILED,
@@ -170,6 +170,28 @@ def test_a_batch_that_does_not_fit_is_tried_smaller() -> None:
     of = partial(check_task, config, cap.memory, "mlp")
     tried = [of("plain", 100), of("plain", 50), *(of("planned", n) for n in (400, 200, 100))]
     assert list(done) == [task.key for task in tried]
+
+
+@pytest.mark.parametrize(("batch", "larger"), [(100, 102), (101, 104), (9, 10)])
+def test_a_batch_beyond_the_largest_is_tried(batch: int, larger: int) -> None:
+    (cap,) = TINY.caps
+    fit = fit_task(TINY, "mlp", cap.memory)
+    found = {"plain": {"batch": batch}, "quick": None, "planned": {"batch": 400}}
+    row = {"kind": fit.kind, "settings": fit.settings, "status": DONE, "found": found}
+    piece = pieces(TINY)[f"max-batch-{cap.memory}"]
+    done: dict[str, Any] = {}
+    for task in piece.tasks(done, lambda name: {fit.key: row} if name == FITS else {}):
+        done[task.key] = {"status": DONE}
+    tasks = [
+        check_task(TINY, cap.memory, "mlp", way, n)
+        for way, n in (("plain", batch), ("planned", 400))
+    ]
+    more = [
+        beyond_task(TINY, cap.memory, "mlp", way, n)
+        for way, n in (("plain", batch), ("planned", 400))
+    ]
+    assert list(done) == [tasks[0].key, more[0].key, tasks[1].key, more[1].key]
+    assert more[0].settings["case"]["batch"] == larger
 
 
 @pytest.mark.parametrize(
