@@ -107,7 +107,7 @@ def _cells(found: Found, sides: Sides) -> Iterator[str]:
 def _verdict(sides: Sides) -> str:
     """Whether a batch is as large and as quick as was asked for."""
     asked, reached = sides.asked, sides.reached
-    name = f"- **{title_of(asked.model)}**: wanted are"
+    name = f"- **{title_of(asked.model)}**: the aim is"
     wanted = f"{name} {asked.times:g} times the batch at {asked.at_least:.0%} of the speed;"
     if not sides.largest or not sides.best:
         return f"{wanted} no batch of `torch.compile`'s has run, so there is nothing to compare."

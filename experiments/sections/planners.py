@@ -72,7 +72,7 @@ def _forecast_cell(row: Found | None, found: Found) -> str:
     if row is None or row["status"] == "refused":
         return ABSENT
     if row["status"] == "infeasible":
-        return f"needs {row['least_peak_bytes'] / found['plain']['peak_bytes']:.0%}"
+        return f"needs {row['least_peak_bytes'] / found['plain']['peak_bytes']:.1%}"
     return f"+{fine_percent(row['recompute_us'] / found['forecast']['step_us'])}"
 
 

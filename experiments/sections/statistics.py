@@ -83,7 +83,14 @@ def _idle(every: Sequence[Found]) -> str:
         cells = (f"{kept['count']:,}", format_bytes(kept["bytes"]), format_us(mean))
         name = title_of(found["model"], found["batch"])
         rows.append((name, *cells, percent(mean / step_us), percent(half)))
-    names = ("", "activations", "bytes", "mean idle time", "of the step", "idle for half of it")
+    names = (
+        "",
+        "activations",
+        "bytes",
+        "mean idle time",
+        "of the step",
+        "bytes idle for half of it",
+    )
     return table(names, rows)
 
 

@@ -102,6 +102,7 @@ def optimize(
     >>> bool(step(torch.ones(8, 4)) > step(torch.ones(8, 4)))
     True
     """
+    find_planner(planner)
     if budget is None and plan is None:
         parts = (train_step, model, optimizer, batch)
         return TrainStep(CapturedStep(*parts, engine=engine, improves=True, progress=progress))

@@ -30,6 +30,7 @@ from rekindle.core.fit import (
     Between,
     Fit,
     LargestBatch,
+    climb,
     close_in,
     descend,
     largest_within,
@@ -45,15 +46,16 @@ from rekindle.errors import InfeasibleBudget, PlanError, ProfileError
 from rekindle.fx import tree
 from rekindle.fx.forms import improved, with_early_updates
 from rekindle.fx.garbage import collected_later
-from rekindle.fx.step import CapturedStep
+from rekindle.fx.step import CapturedStep, check_types
 from rekindle.plan import Planner
 from rekindle.plan.named import find_planner
-from rekindle.units import parse_budget
+from rekindle.units import parse_bytes
 
 Floats = NDArray[np.float64]
 Parts = tuple[Callable[..., Any], nn.Module, torch.optim.Optimizer, Any]
 
 SIZES = (8, 16)  # where a step is looked at first
+_LEAST = 4  # samples: what is measured at the least; batch norm takes no single one
 _EASE = 0.85  # of the budget: what a step may take that is measured
 _CLOSE = 0.005  # how close to the largest batch an answer is
 _CLOSE_ENOUGH = 0.02  # the same where each try takes a plan
@@ -97,19 +99,31 @@ def max_batch(
     >>> found.plain.batch <= found.planned.batch
     True
     """
-
+    check_types(train_step, model, optimizer)
+    if not callable(make_batch):
+        raise TypeError("make_batch must be a function that returns a batch of so many samples")
     if isinstance(budget, str) and budget.strip().endswith("%"):
         raise PlanError(f"a share of what? {budget!r} has no meaning here: give bytes, as in 16GiB")
-    if at_least is not None and not 0 < at_least <= 1:
+    if at_least is not None and not (isinstance(at_least, int | float) and 0 < at_least <= 1):
         raise PlanError(f"at_least is a share of the plain step's speed, in (0, 1], not {at_least}")
-    budget_bytes = parse_budget(budget, 0)
+    budget_bytes = parse_bytes(budget)
     tell = progress or (lambda text: None)
-    named = None if device is None else find_device(device)
+    named = None if device is None else _named_gpu(device)
 
     def at(batch: int) -> Parts:
         return train_step, model, optimizer, make_batch(batch)
 
     return _Search(at, budget_bytes, named, planner, tell).run(at_least)
+
+
+def _named_gpu(name: Any) -> Device:
+    """The GPU of a name; where the model itself lies is not one."""
+    if not isinstance(name, str) or name in ("cpu", "cuda"):
+        raise ProfileError(
+            f"device={name!r}: give the name of a GPU, which need not be here, as in 'RTX 4090'; "
+            "without one, the step is measured where the model is."
+        )
+    return find_device(name)
 
 
 class _Look(NamedTuple):
@@ -258,7 +272,8 @@ class _Search:
             if batch / _NEAR <= max(1, between.fits) <= batch * _NEAR:
                 break
             batch = max(1, min(MOST, int(between.fits)))
-        between = between._replace(fails=between.fails * (1 + self.step.slack))
+        fails = min(between.fails * (1 + self.step.slack), MOST)
+        between = Between(min(between.fits, MOST), fails)
         planned = partial(self._planned_as, is_early=self.is_early)
         return close_in(planned, between, _CLOSE_ENOUGH)
 
@@ -304,7 +319,17 @@ class _Search:
         is_near = about.batch * _NEAR >= self.step.batch
         beyond = min(fails * (1 + (self.step.slack if is_near else _CLOSE)), planned.batch)
         between = Between(max(about.batch, beyond / (1 + _CLOSE_ENOUGH) + 1), beyond)
-        return quickest(self._planned, plain, at_least, between, _CLOSE_ENOUGH)[0]
+        found, fails = quickest(self._planned, plain, at_least, between, _CLOSE_ENOUGH)
+        if fails < round(beyond) or fails >= planned.batch:
+            return found
+        # Nothing that was planned has failed: the batch that stood for it was misleading.
+        can = partial(self._quick, at_least * plain.samples_per_s)
+        return climb(can, found, planned.batch, _CLOSE_ENOUGH)
+
+    def _quick(self, samples_per_s: float, batch: int) -> Fit | None:
+        """A batch that is planned, if it is trained that fast."""
+        found = self._planned(batch)
+        return found if found is not None and found.samples_per_s >= samples_per_s else None
 
     def _about(self, batch: int) -> Fit | None:
         """A batch as if it were planned: slowed down as the step at hand is by such a plan."""
@@ -335,7 +360,7 @@ class _Search:
     def _measured(self, looks: list[_Look]) -> list[_Look]:
         """Looks at two sizes that fit with ease, and what their ops cost, measured."""
         batch = self._largest_plain(_EASE)
-        large = max(2, batch.batch) if batch else 2
+        large = max(_LEAST, batch.batch) if batch else _LEAST
         sizes = (large // 2, large)
         if sizes != tuple(look.batch for look in looks):
             looks = [self._look(size) for size in sizes]
@@ -364,7 +389,7 @@ class _Search:
     def _captured(self, batch: int) -> Captured:
         graph = self.growth.at(batch)
         profile = self._profile(graph, batch)
-        inputs = sum(s.nbytes for s in graph.storages if s.role is Role.INPUT)
+        inputs = _batch_bytes(graph)
         extra_bytes = inputs if profile.allocator == "cuda" else 0  # CUDA graphs have a copy
         return Captured(graph, profile, self.budget_bytes, extra_bytes)
 
@@ -382,8 +407,17 @@ class _Search:
         return simulate(captured.graph, captured.profile)
 
 
+def _batch_bytes(graph: StepGraph) -> int:
+    return sum(storage.nbytes for storage in graph.storages if storage.role is Role.INPUT)
+
+
 def _growth(looks: Sequence[_Look]) -> Growth:
     small, large = (Sized(look.batch, look.captured.graph) for look in looks)
+    if _batch_bytes(small.graph) == _batch_bytes(large.graph):
+        raise ProfileError(
+            f"the batch takes as many bytes for {small.batch} samples as for {large.batch}: does "
+            "what makes it look at the number that it is given?"
+        )
     try:
         return Growth(small, large)
     except Uneven as error:

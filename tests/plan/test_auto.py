@@ -23,6 +23,7 @@ from rekindle.core.simulate import simulate
 from rekindle.errors import InfeasibleBudget
 from rekindle.plan import PLANNERS
 from rekindle.plan.auto import plan_auto, session
+from rekindle.plan.chain import Chain
 from rekindle.plan.ilp import optimum
 from rekindle.plan.lower import keep_all, lower
 from rekindle.plan.problem import problem_of
@@ -133,6 +134,33 @@ def test_a_plan_does_not_depend_on_what_was_asked_before() -> None:
             later = ask("auto", graph, profile, budget)
             assert isinstance(first, Plan) == isinstance(later, Plan) == (budget >= least)
             assert first == later or budget < least
+
+
+@pytest.mark.parametrize(
+    ("name", "percent", "factor"),
+    [("bert-large_b32", 35, 1.15), ("vit_b128", 27, 1.45), ("resnet152_b128", 21, 1.3)],
+)
+def test_budgets_that_are_hard_to_meet(name: str, percent: int, factor: float) -> None:
+    """Where single blocks need most of the budget, plans stay near the bound."""
+    graph, profile, _ = load_profile(PROFILES / f"{name}_bf16_h200.json.gz")
+    budget = simulate(graph, profile).peak_bytes * percent // 100
+    plan = plan_auto(graph, profile, budget)
+    assert plan.peak_bytes <= budget
+    assert plan.bound_us is not None
+    assert plan.recompute_us <= factor * plan.bound_us
+
+
+def test_lighter_options_take_what_they_say() -> None:
+    """Segment by segment, and as one plan: the peak is within what was asked for."""
+    graph, profile, _ = load_profile(PROFILES / "vit_b128_bf16_h200.json.gz")
+    peak = simulate(graph, profile).peak_bytes
+    problem = problem_of(graph, profile)
+    chain = Chain(problem)
+    for percent in (27, 25):
+        budget = peak * percent // 100
+        chosen = chain.solve(budget, lighter=True)
+        assert chosen is not None
+        assert lower(problem, chosen).peak_bytes <= budget
 
 
 def test_the_least_peak_is_below_a_gap_between_plans() -> None:

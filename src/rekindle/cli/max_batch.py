@@ -25,7 +25,7 @@ from rekindle.cli.output import new_console, working, write_json
 from rekindle.cli.work import Tell, check_can_run, is_named_gpu, named
 from rekindle.core.fit import Fit
 from rekindle.errors import PlanError
-from rekindle.fit import Parts
+from rekindle.fit import SIZES, Parts
 from rekindle.report.fit_report import fit_data, fit_summary
 from rekindle.report.words import percent
 from rekindle.units import format_bytes
@@ -80,7 +80,7 @@ def find_max_batch(
     with working(model, json) as tell, named(model):
         tell("building the model")
         with _Undrawn() if on_paper else nullcontext():
-            work = models.load(model, **how)
+            work = models.load(model, batch=SIZES[0], **how)
         objects = (work.train_step, work.model, work.optimizer)
         found = rekindle.max_batch(
             *objects,

@@ -286,7 +286,8 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 def _read_sweep(folder: Path) -> dict[str, Any]:
     found = _read(folder / _SWEEP)
-    if found is None or "cases" not in found:
+    cases = found.get("cases") if found is not None else None
+    if found is None or not isinstance(cases, list) or not cases:
         raise ReportError(
             f"there is no sweep in {folder}: run one with rekindle sweep MODEL first."
         )

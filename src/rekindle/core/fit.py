@@ -12,6 +12,7 @@ MOST = 1 << 24  # samples: no batch that is looked for is larger
 _PATIENCE = 6  # tries along lines before one in the middle
 _BEYOND = 1.15  # how far planners may get beyond the least peak that they know of
 _STRIDE = 1.01  # by which a search comes down on what can be planned
+_UPWARDS = 1.1  # by which a search goes up
 _FAR = 8.0  # times the way between two batches: as far as a line is followed
 _STEEP = 2.0  # times the time that may be added: from there on it grows as no line says
 
@@ -113,6 +114,24 @@ def close_in(plan: Callable[[int], Fit | None], between: Between, close: float) 
             stride *= 2
         else:
             tried = (best.batch + high) // 2
+    return best
+
+
+def climb(can: Callable[[int], Fit | None], start: Fit, most: int, close: float) -> Fit:
+    """The largest batch that can be had, to a share of it, from one that can, up to the most.
+
+    >>> climb(lambda n: Fit(n, 0, 1.0) if n <= 130 else None, Fit(100, 0, 1.0), 400, 0.02).batch
+    130
+    """
+    best, high, tried = start, most + 1, start.batch
+    while high - best.batch > _step(best.batch, close):
+        is_open = high > most
+        tried = min(int(best.batch * _UPWARDS) + 1, most) if is_open else (best.batch + high) // 2
+        found = can(tried)
+        if found is None:
+            high = tried
+        else:
+            best = found
     return best
 
 

@@ -101,6 +101,8 @@ def compile(
     >>> [planned.plan.peak_bytes <= planned.plan.budget_bytes for planned in trained.plans]
     [True]
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch Module, and is a {type(model).__name__}")
     session = Session(budget, planner, lower, dict(options or {}), model, optimizer)
     how: dict[str, Any] = {"dynamic": dynamic, "fullgraph": fullgraph}
     found = torch.compile(model, backend=session, **how)

@@ -208,7 +208,7 @@ class CapturedStep:
         progress: Callable[[str], None] | None = None,
     ) -> None:
         """Without an `arranger` the step runs as it was captured, unless it `improves` it."""
-        _check_types(train_step, model, optimizer)
+        check_types(train_step, model, optimizer)
         self._arranger = arranger
         self._improves = improves
         self._train_step = train_step
@@ -380,7 +380,8 @@ class CapturedStep:
                 del self._variants[key]
 
 
-def _check_types(train_step: Any, model: Any, optimizer: Any) -> None:
+def check_types(train_step: Any, model: Any, optimizer: Any) -> None:
+    """Refuse what is no training step, model or optimizer, or in another order."""
     for name, value, kind in (
         ("model", model, nn.Module),
         ("optimizer", optimizer, torch.optim.Optimizer),

@@ -39,6 +39,8 @@ def measure(
     that are there before a step, asked for once the step is warm: on the CPU they count for what
     nothing else tells.
     """
+    if steps < 1:
+        raise ValueError(f"at least one step is needed for a time, not {steps}")
     for _ in range(warmup):
         step()
     peak = peak_bytes(step, device, around)

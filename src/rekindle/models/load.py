@@ -136,8 +136,8 @@ def _check_call(function: Callable[..., Any], spec: str, asked: dict[str, Any]) 
     for name, value in asked.items():
         if name not in by_keyword and not takes_any:
             raise ModelError(
-                f"{spec} takes no argument {name!r}, so --{name} {value} cannot reach it:"
-                f" add the argument to the function, or leave --{name} out"
+                f"{spec} takes no argument {name!r}, so that {name} {value} cannot reach it:"
+                f" add the argument to the function, or do not ask for a {name}"
             )
     for p in parameters:
         optional = p.default is not p.empty or p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL)

@@ -29,6 +29,7 @@ from rekindle.plan.problem import Problem, problem_of
 from rekindle.plan.result import write_up
 
 _CLOSE = 1.02  # within this factor of the bound, nothing more is tried
+_FAR = 1.1  # beyond this factor of the bound, segments are looked at more closely
 _TIGHTENINGS = 4  # how often the chain is asked again for less where it went over
 _LOWERINGS = (0.03, 0.01, 0.003)  # by how much a still lower peak is asked for
 _PROBES = (0.02, 0.05)  # the same where plans are sought from scratch
@@ -119,7 +120,12 @@ class Session:
             tried.append(self._lowest)
         tried += list(self._improved(_undominated(tried), budget_bytes))
         found = _cheapest(tried, budget_bytes)
-        if not found or found.added_us > _CLOSE * self.bound.added_us(budget_bytes):
+        bound_us = self.bound.added_us(budget_bytes)
+        if not found or found.added_us > _FAR * bound_us:
+            lighter = list(self._by_chain(budget_bytes, lighter=True))
+            tried += [*lighter, *self._improved(_undominated(lighter), budget_bytes)]
+            found = _cheapest(tried, budget_bytes)
+        if not found or found.added_us > _CLOSE * bound_us:
             tried += self._by_wider_search(None if is_large else found, budget_bytes)
         return _cheapest(tried, budget_bytes)
 
@@ -187,11 +193,11 @@ class Session:
             return float("inf")
         return ilp.n_decisions(self.problem)
 
-    def _by_chain(self, budget_bytes: int) -> Iterator[Candidate]:
+    def _by_chain(self, budget_bytes: int, *, lighter: bool = False) -> Iterator[Candidate]:
         """What the dynamic program finds; asked for less where its estimate was too low."""
         asked = budget_bytes
         for _ in range(_TIGHTENINGS):
-            chosen = self.chain.solve(asked)
+            chosen = self.chain.solve(asked, lighter=lighter)
             if chosen is None:
                 break
             candidate = self._candidate(chosen)

@@ -25,8 +25,9 @@ class Segment:
 
     `cells` and `ops` give the whole problem's number for each of its own; `exports` are the cells
     it must keep for later segments, in its own numbers, and `borders` those that one of its blocks
-    hands on to another. `block_of_cell` counts its blocks from 0. Before its first reader and
-    after each, one op more stands for all that run there until the next reader.
+    hands on to another. `block_of_cell` counts its blocks from 0. The first `n_forward` ops are of
+    the forward pass; the others are readers. Before the first of those and after each, one op more
+    stands for all that run there until the next.
     """
 
     problem: Problem
@@ -36,6 +37,18 @@ class Segment:
     borders: list[int]
     block_of_cell: list[int]
     signature: tuple[object, ...]
+    n_forward: int
+
+    @property
+    def from_ops(self) -> list[int]:
+        """The whole problem's op that each of its own begins with; the first one is from the start.
+
+        What stands for the ops after a reader begins right behind that.
+        """
+        n = self.n_forward
+        is_behind = [i > n and (i - n) % 2 == 0 for i in range(len(self.ops))]
+        found = [op + behind for op, behind in zip(self.ops, is_behind, strict=True)]
+        return [0, *found[1:]]
 
 
 class Blocks:
@@ -170,7 +183,7 @@ class Blocks:
             tuple(sub.last_use),
             tuple(int(nbytes) for nbytes in sub.workspaces[: len(forward)]),
         )
-        return Segment(sub, cells, ops, exports, borders, blocks, signature)
+        return Segment(sub, cells, ops, exports, borders, blocks, signature, len(forward))
 
     def _base(self, forward: list[int], readers: list[int]) -> Ints:
         """The base at each op of a segment; between readers, the most there is before the next.

@@ -15,9 +15,9 @@ def find_planner(name: str) -> Planner:
     Traceback (most recent call last):
     rekindle.errors.PlanError: no planner named 'nine', did you mean 'none'? There are none, all...
     """
-    found = PLANNERS.get(name)
+    found = PLANNERS.get(name) if isinstance(name, str) else None
     if found is None:
-        close = get_close_matches(name, PLANNERS, n=1)
+        close = get_close_matches(str(name), PLANNERS, n=1)
         hint = f", did you mean {close[0]!r}?" if close else "."
         raise PlanError(f"no planner named {name!r}{hint} There are {', '.join(PLANNERS)}.")
     return found

@@ -8,16 +8,21 @@ each block is computed once more when the backward pass comes to it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from rekindle.plan.blocks import Segment
 from rekindle.plan.cut import Cut, CutNetwork
 from rekindle.plan.lower import Choices, choices, lower
+from rekindle.plan.polish import fit
 from rekindle.plan.problem import Ints, Problem
 
 MOST_OPTIONS = 10
+_STARTS = 3  # options of the lowest peaks, which are made lighter
+_LOWER = 0.9  # of an option's peak: what is asked for next
+_LOWERINGS = 4
+_WORK = 3000  # ops to place in one such search
 _STEEPEST = 1e4  # µs per byte: a price at which nothing is kept that need not be
 
 
@@ -41,6 +46,32 @@ def shapes(segment: Segment) -> list[Shape]:
     if segment.borders:
         found.append(_shape(segment, [], _nested(segment)))
     return _undominated(segment.problem, found)
+
+
+def lighter(segment: Segment, known: list[Shape]) -> list[Shape]:
+    """Options of lower peaks: what local search makes of the lowest, asked for less and less."""
+    exports = set(segment.exports)
+    must = [each or cell in exports for cell, each in enumerate(segment.problem.must_keep)]
+    problem = replace(segment.problem, must_keep=must)
+    found: list[Shape] = []
+    by_peak = sorted(known, key=lambda shape: _peak_bytes(problem, shape))
+    quickest = sorted(by_peak[_STARTS:], key=lambda shape: len(shape.again))[:1]
+    for start in (*by_peak[:_STARTS], *quickest):
+        lowest = start
+        for _ in range(_LOWERINGS):
+            asked = int(_LOWER * _peak_bytes(problem, lowest))
+            chosen = fit(problem, lowest.chosen, asked, _WORK)
+            kept = [cell for cell, keep in enumerate(chosen.keep) if keep]
+            lower_one = _shape(segment, kept, chosen.hold_from)
+            if _peak_bytes(problem, lower_one) >= _peak_bytes(problem, lowest):
+                break
+            lowest = lower_one
+            found.append(lowest)
+    return _undominated(problem, found)
+
+
+def _peak_bytes(problem: Problem, shape: Shape) -> int:
+    return int((shape.live + problem.base).max(initial=0))
 
 
 def _hull(segment: Segment) -> list[list[int]]:

@@ -32,13 +32,13 @@ def polish(problem: Problem, chosen: Choices, budget_bytes: int) -> Choices:
     return _polish(search, chosen, search.lower(chosen), budget_bytes)[0]
 
 
-def fit(problem: Problem, chosen: Choices, budget_bytes: int) -> Choices:
+def fit(problem: Problem, chosen: Choices, budget_bytes: int, work: int = _WORK) -> Choices:
     """Let go of what lies at the peak, bit by bit, until the plan fits or nothing helps.
 
     A kept cell can be dropped; one that was computed again early can be let go and computed once
     more. Of the changes tried, that which takes most off what is over the budget for its time.
     """
-    search = _Search(problem, _WORK)
+    search = _Search(problem, work)
     return _fit(search, chosen, search.lower(chosen), budget_bytes)[0]
 
 

@@ -7,7 +7,9 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from rekindle.core.devices import find_device
 from rekindle.core.fit import Fit, LargestBatch
+from rekindle.errors import ProfileError
 from rekindle.report.pieces import indented, new_table
 from rekindle.report.words import percent
 from rekindle.units import format_bytes, format_us
@@ -29,9 +31,19 @@ def fit_summary(title: str, found: LargestBatch) -> RenderableType:
         table.add_row(label, *cells, f"{fit.samples_per_s:,.1f}", share)
     budget = f"within {format_bytes(found.budget_bytes)}, on {found.device}"
     notes = [Text(f"forecast, {found.method}", style="dim")]
+    if (memory_bytes := _memory_bytes(found.device)) and found.budget_bytes > memory_bytes:
+        notes.append(Text(f"{found.device} has {format_bytes(memory_bytes)}", style="yellow"))
     return Group(
         Text(f"{title}, {budget}", style="bold"), indented(table), *map(indented, notes), ""
     )
+
+
+def _memory_bytes(device: str) -> int | None:
+    """What a GPU has; None where that is not known, or there is no GPU."""
+    try:
+        return find_device(device).memory_bytes
+    except ProfileError:
+        return None
 
 
 def fit_data(found: LargestBatch) -> dict[str, Any]:
