@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
+from square_step import square_step
 from tiny_step import MIB, PEAK_BYTES, tiny_plan, tiny_step
+from torch import nn
 
 import rekindle
 from rekindle.core.cost import Profile
@@ -58,3 +61,13 @@ def test_every_plan_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PLANNERS, "careless", careless)
     with pytest.raises(rekindle.InvalidSchedule, match="mm_1: is never freed"):
         rekindle.plan(GRAPH, PROFILE, budget="100%", planner="careless")
+
+
+def test_a_planner_that_does_not_exist_is_refused_without_a_budget() -> None:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(rekindle.PlanError, match="no planner named 'foo'"):
+        rekindle.optimize(square_step, model, optimizer, torch.ones(2, 4), planner="foo")
+    step = rekindle.optimize(square_step, model, optimizer, torch.ones(2, 4))
+    with pytest.raises(ValueError, match="at least one step"):
+        step.measure(torch.ones(2, 4), steps=0)

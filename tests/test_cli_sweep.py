@@ -350,6 +350,16 @@ def test_an_interrupted_sweep_goes_on(
     assert len(records()) == 4
 
 
+@pytest.mark.parametrize("content", ['{"cases": 3}', '{"cases": []}', "[]", "{"])
+def test_a_sweep_that_cannot_be_read(
+    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "sweep.json").write_text(content)
+    commands.check_refused(
+        capsys, "there is no sweep in", "sweep", "--figures-only", "--out", str(tmp_path)
+    )
+
+
 def test_figures_only(capsys: pytest.CaptureFixture[str], in_this_process: list[Case]) -> None:
     run(capsys, "train.py:make", "--batches", "512", "--budget", "90%")
     before = records()

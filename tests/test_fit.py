@@ -14,7 +14,9 @@ from torch import nn
 
 import rekindle
 from rekindle.cli.max_batch import _share
+from rekindle.core.fit import MOST
 from rekindle.core.simulate import simulate
+from rekindle.errors import UnitError
 
 WIDTH = 32
 HEAVY = 128
@@ -130,6 +132,47 @@ def test_what_has_no_meaning_is_refused(bad: dict[str, Any]) -> None:
         rekindle.max_batch(*parts(), make_batch, **bad)
 
 
+@pytest.mark.parametrize(
+    ("bad", "error", "words"),
+    [
+        ({"at_least": "95%"}, rekindle.PlanError, "at_least is a share"),
+        ({"budget": "lots"}, UnitError, "not an amount of memory"),
+        ({"planner": None}, rekindle.PlanError, "no planner named None"),
+        ({"device": "cpu"}, rekindle.ProfileError, "the name of a GPU"),
+        ({"device": torch.device("cpu")}, rekindle.ProfileError, "the name of a GPU"),
+        ({"make_batch": make_batch(8)}, TypeError, "make_batch must be a function"),
+        ({"make_batch": lambda n: make_batch(8)}, rekindle.ProfileError, "as many bytes"),
+    ],
+)
+def test_what_is_wrong_is_said(bad: dict[str, Any], error: type[Exception], words: str) -> None:
+    given = {"budget": "1MB", "device": "H200", "make_batch": make_batch, **bad}
+    with pytest.raises(error, match=words):
+        rekindle.max_batch(*parts(), **given)
+
+
+def test_another_order_is_refused() -> None:
+    step, model, optimizer = parts()
+    with pytest.raises(TypeError, match="the order is"):
+        rekindle.max_batch(model, step, optimizer, make_batch, budget="1MB")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("budget", ["8kB", "14kB", "30kB"])
+def test_small_budgets_of_a_model_that_takes_no_single_sample(budget: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = rekindle.max_batch(
+        train_step, model, optimizer, lambda n: torch.ones(n, 8), budget=budget
+    )
+    assert (found.plain is None) or found.plain.batch >= 1
+
+
+def test_no_batch_is_beyond_what_is_looked_for() -> None:
+    found = rekindle.max_batch(*parts(), make_batch, budget="400TB", device="H200")
+    assert found.plain is not None
+    assert found.planned is not None
+    assert 0.99 * MOST < found.plain.batch <= found.planned.batch <= MOST
+
+
 def test_a_step_that_changes_with_its_batch_is_refused() -> None:
     def uneven(n: int) -> torch.Tensor:
         return torch.ones(n * n, WIDTH)
@@ -147,6 +190,35 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert found["plain"]["batch"] <= found["planned"]["batch"]
     assert [check["fits"] for check in found["checks"]] == [True]
     assert "checked" in out
+
+
+MAKE = """
+import torch
+from torch import nn
+
+def train_step(model, optimizer, batch):
+    model(batch).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+def make(batch):
+    model = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8))
+    return train_step, model, torch.optim.Adam(model.parameters()), torch.ones(batch, 8)
+
+def fixed():
+    return make(8)
+"""
+
+
+def test_a_function_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its batch needs no default; and a budget that the GPU does not have is told."""
+    path = tmp_path / "own.py"
+    path.write_text(MAKE)
+    asked = ("--budget", "80GiB", "--device", "RTX 4090")
+    code, out, err = run(capsys, "max-batch", f"{path}:make", *asked)
+    assert code == 0, err
+    assert "RTX 4090 has 24.0 GiB" in out
+    check_refused(capsys, "takes no argument 'batch'", "max-batch", f"{path}:fixed", *asked)
 
 
 @pytest.mark.parametrize(
