@@ -58,7 +58,7 @@ def test_all_that_ran_is_in_the_table(tmp_path: Path) -> None:
         "|  | planned, compiled | 24 | fits | 24.0 MiB | 290 | 2.40× | 0.97× |",
         "|  |  | 48 | fits | 48.0 MiB | 200 | 4.80× | 0.67× |",
     ]
-    wanted = "- **ResNet-152**: wanted are 2.5 times the batch at 95% of the speed;"
+    wanted = "- **ResNet-152**: the aim is 2.5 times the batch at 95% of the speed;"
     assert resnet == f"{wanted} ×512 is 2.67× at 105%."
     assert bert.endswith("2 times the batch at 88% of the speed; ×24 is 2.40× at 97%.")
 
