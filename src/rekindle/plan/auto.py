@@ -1,7 +1,8 @@
 """The planner people use: the best of all, with a proof of how good it is.
 
 Most steps are chains of blocks: the dynamic program over segments (`chain`) finds plans within a
-few parts in a thousand of the bound there. What the other planners would choose is tried as well,
+few parts in a thousand of the bound there; where it does not, it looks closer at the segments that
+nearly fill the budget. What the other planners would choose is tried as well,
 so that `auto` is never worse than any of them (of a step of many thousand ops, only what μ-TWO
 would choose, as long as anything fits); small steps are solved to the optimum (`ilp`). Local search
 against the exact simulation puts room that is left to use (`polish`).

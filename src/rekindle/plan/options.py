@@ -4,6 +4,9 @@ For a price per byte kept, a segment's best plan is a minimum cut. Going through
 the corners of the lower convex hull of (bytes kept, time added). Long segments that keep nothing
 inside also have a nested plan: the first recomputation leaves only the borders of the blocks, and
 each block is computed once more when the backward pass comes to it.
+
+Where a segment nearly fills a budget by itself, that is not enough: of a loss over many classes,
+all is best kept but one large tensor, which no price singles out. Local search finds such ways.
 """
 
 from __future__ import annotations
