@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from report.images import pixels, share_of
-from report.made_up_sweep import GIB, WAYS, failure, made_up
+from report.made_up_sweep import GIB, WAYS, failure, made_up, record
 
 from rekindle.report.figures import DPI
 from rekindle.report.palette import SERIES
@@ -36,10 +36,10 @@ NAMES = {
 def numbers(data: dict[str, Any], way: tuple[str, Any], key: str) -> dict[int, float]:
     """What the JSON has under a key, by batch size, for the cases that ran."""
     return {
-        record["case"]["batch"]: record[key]
-        for record in data["cases"]
-        if (record["case"]["way"], record["case"]["budget"] or record["case"]["share"]) == way
-        and record["status"] == "done"
+        each["case"]["batch"]: each[key]
+        for each in data["cases"]
+        if (each["case"]["way"], each["case"]["budget"] or each["case"]["share"]) == way
+        and each["status"] == "done"
     }
 
 
@@ -116,6 +116,32 @@ def test_latency() -> None:
         assert lines_of(below)[label] == pytest.approx(ratios)
     crosses = [text for text in above.texts if text.get_text() == "×"]
     assert len(crosses) == 3 + 2 + 1 + 2 + 3
+
+
+def test_nothing_is_compared_with_a_plain_step_that_never_ran() -> None:
+    data = made_up((1024,))
+    assert not numbers(data, NAMES["plain"], "step_us")
+    data["cases"] += [record("planned", "40%", 64, None)]
+    (axes,) = latency_figure(data).axes
+    assert axes.get_xlabel() == "batch size"
+
+
+def test_shares_of_memory_are_joined_in_their_order() -> None:
+    """Also where a smaller share has taken more memory."""
+    data = made_up()
+    batch = trade_off_batch(data)
+    for each in data["cases"]:
+        if each["case"]["share"] == 0.2 and each["status"] == "done":
+            each["peak_bytes"] *= 3
+    (axes,) = trade_off_figure(data).axes
+    (line,) = (line for line in axes.lines if str(line.get_label()).startswith("torch.compile"))
+    taken = {
+        each["case"]["share"] or 1.0: each["peak_bytes"]
+        for each in data["cases"]
+        if each["case"]["way"] == "compile" and each["case"]["batch"] == batch
+    }
+    shares = [share for share, _ in sorted(taken.items())]
+    assert list(line.get_xdata()).index(max(line.get_xdata())) == shares.index(0.2)
 
 
 def test_few_batch_sizes_stand_on_a_plain_axis() -> None:

@@ -119,24 +119,37 @@ def latency_figure(data: Data) -> Any:
     times = [time / 1e3 for series in every for _, time in series.points("step_us")]
     if not times:
         return None
+    lines = {series.label: _against_plain(series, _plain(every)) for series in every}
     figure = new_figure(sweep_title(data), LATENCY_INCHES)
-    above, below = figure.subplots(2, 1, height_ratios=[2.4, 1], sharex=True)
+    if not any(lines.values()):  # the plain step has never run
+        above = figure.subplots()
+    else:
+        above, below = figure.subplots(2, 1, height_ratios=[2.4, 1], sharex=True)
     above.set_title("Time of a training step", loc="left", fontsize=11, color=INK)
     _draw_lines(above, every, batches, lambda record: record["step_us"] / 1e3)
     if _is_wide(batches):
         _scale_logarithmically(above, min(times) / 1.5, max(times) * 1.2)
     else:
         above.set_ylim(0, max(times) * 1.1)
-    lines = {series.label: _against_plain(series, _plain(every)) for series in every}
-    for series in every:
-        _plot(below, series, every, lines[series.label])
-    ratios = [1.0, *(ratio for line in lines.values() for _, ratio in line)]
-    room = max(max(ratios) - min(ratios), 0.1)
-    below.set_ylim(min(ratios) - 0.2 * room, max(ratios) + 0.2 * room)
-    _finish(above, "", "step time, ms")
-    _finish(below, "batch size", "× plain")
+    if any(lines.values()):
+        _finish(above, "", "step time, ms")
+        _draw_ratios(below, every, lines)
+    else:
+        _finish(above, "batch size", "step time, ms")
     _add_legend(figure, above)
     return figure
+
+
+def _draw_ratios(
+    axes: Any, every: Sequence[Series], lines: Mapping[str, list[tuple[int, float]]]
+) -> None:
+    """Times as multiples of the plain step's."""
+    for series in every:
+        _plot(axes, series, every, lines[series.label])
+    ratios = [1.0, *(ratio for line in lines.values() for _, ratio in line)]
+    room = max(max(ratios) - min(ratios), 0.1)
+    axes.set_ylim(min(ratios) - 0.2 * room, max(ratios) + 0.2 * room)
+    _finish(axes, "batch size", "× plain")
 
 
 def throughput_figure(data: Data) -> Any:
@@ -195,7 +208,10 @@ def trade_off_batch(data: Data) -> int | None:
 
 
 def _curves(data: Data, batch: int) -> dict[str, list[tuple[float, float, Series]]]:
-    """For each way the points it has at a batch size, from the least memory to the most."""
+    """For each way the points it has at a batch size, from the least memory to the most.
+
+    Where a way is asked for a share of the memory, it is the share that orders them.
+    """
     every = series_of(data)
     plain = _plain(every)
     base = plain.done(batch) if plain is not None else None
@@ -206,7 +222,14 @@ def _curves(data: Data, batch: int) -> dict[str, list[tuple[float, float, Series
         if found is not None:
             x, y = (found[key] / base[key] for key in ("peak_bytes", "step_us"))
             curves.setdefault(series.way, []).append((x * 100, y, series))
-    return {way: sorted(line, key=lambda point: point[0]) for way, line in curves.items()}
+    return {way: sorted(line, key=_order) for way, line in curves.items()}
+
+
+def _order(point: tuple[float, float, Series]) -> tuple[float, float]:
+    peak, _, series = point
+    if series.way != COMPILE:
+        return 0.0, peak
+    return (1.0 if series.setting is None else float(series.setting)), peak
 
 
 def _against_plain(series: Series, plain: Series | None) -> list[tuple[int, float]]:
