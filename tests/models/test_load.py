@@ -119,7 +119,11 @@ def test_a_file_may_import_its_neighbour(write: Write, tmp_path: Path) -> None:
             r"train.py has no function 'plian', did you mean 'plain'\? known: train_step",
         ),
         ("constant", {}, r"train.py has no function 'constant'; known: train_step, plain"),
-        ("plain", {"batch": 7}, r"plain takes no argument 'batch', so --batch 7 cannot reach it"),
+        (
+            "plain",
+            {"batch": 7},
+            r"plain takes no argument 'batch', so that batch 7 cannot reach it",
+        ),
         ("sized", {"precision": "bf16"}, r"sized takes no argument 'precision'"),
         ("sized", {"device": "cpu"}, r"sized takes no argument 'device'"),
         ("sized", {"batch": -1}, r"whole number from 1 up, not -1"),
