@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import rekindle
 from rekindle import models
@@ -14,12 +15,28 @@ from rekindle.arrange import Arranger
 from rekindle.errors import InfeasibleBudget, PlanError, ProfileError
 from rekindle.fx.compare import compare
 from rekindle.fx.engines import EngineMaker
+from rekindle.fx.step import Arrangement
+
+CPU = torch.device("cpu")
 
 
 def parts(name: str = "resnet-tiny", **sizes: int) -> tuple[Any, ...]:
     torch.manual_seed(0)
     work = models.build(name, **{"batch": 16, **sizes})
     return work.train_step, work.model, work.optimizer, work.batch
+
+
+class Holding(EngineMaker):
+    """Engines whose graphs hold so many bytes beside a step."""
+
+    has_graphs = True  # type: ignore[assignment]
+
+    def __init__(self, extra: int) -> None:
+        super().__init__("python", CPU)
+        self.extra = extra
+
+    def extra_bytes(self, batch: list[torch.Tensor]) -> int:
+        return self.extra
 
 
 @pytest.fixture(scope="module")
@@ -118,19 +135,9 @@ def test_bytes_that_an_engine_holds_count(profile: Any) -> None:
     """CUDA graphs have a copy of the batch: the plan makes room for it."""
     captured = rekindle.capture(*parts())
     budget = int(0.75 * rekindle.simulate(captured.graph, profile).peak_bytes)
-    device = torch.device("cpu")
-
-    class Holding(EngineMaker):
-        def __init__(self, extra: int) -> None:
-            super().__init__("python", device)
-            self.extra = extra
-
-        def extra_bytes(self, batch: list[torch.Tensor]) -> int:
-            return self.extra
-
     found = [
         Arranger(budget, "auto", profile).arrange(
-            captured.recording, captured.graph, [], device, Holding(extra)
+            captured.recording, captured.graph, [], CPU, Holding(extra)
         )
         for extra in (0, 500_000)
     ]
@@ -139,6 +146,39 @@ def test_bytes_that_an_engine_holds_count(profile: Any) -> None:
     assert found[1].profile.overhead_bytes == 500_000
     assert found[1].plan.recompute_us > found[0].plan.recompute_us
     given = Arranger(budget, "auto", profile, found[1].plan).arrange(
-        captured.recording, captured.graph, [], device, Holding(500_000)
+        captured.recording, captured.graph, [], CPU, Holding(500_000)
     )
     assert given.profile == found[1].profile  # so that its forecast is the same
+
+
+def test_what_graphs_hold_does_not_count_where_there_are_none() -> None:
+    """Steps that update parameters as their gradients come do not run from CUDA graphs."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    captured = rekindle.capture(train_step, model, optimizer, torch.randn(8, 256))
+    graph, recording = captured.graph, captured.recording
+    profile = rekindle.profile(captured, cache=False, runs=1)
+
+    def arrange(budget: int, extra: int) -> Arrangement:
+        return Arranger(budget, "auto", profile).arrange(recording, graph, [], CPU, Holding(extra))
+
+    with pytest.raises(InfeasibleBudget) as raised:
+        arrange(1, 0)
+    least = raised.value.least_peak_bytes
+    for extra in (0, 10 * least):
+        found = arrange(least, extra)
+        assert found.graph.early_updates
+        assert found.plan.peak_bytes == least
+        given = Arranger(least, "auto", profile, found.plan).arrange(
+            recording, graph, [], CPU, Holding(extra)
+        )
+        assert given.profile == found.profile
+    with pytest.raises(InfeasibleBudget):
+        arrange(least - 1, 0)

@@ -11,7 +11,7 @@ import torch
 
 from rekindle.core.cost import Profile
 from rekindle.core.improve import carry_over
-from rekindle.core.ir import UPDATE_TARGET, Role, StepGraph
+from rekindle.core.ir import Role, StepGraph
 from rekindle.core.schedule import Plan
 from rekindle.core.simulate import ROLES, simulate
 from rekindle.errors import InfeasibleBudget, PlanError
@@ -75,12 +75,25 @@ def _bytes_beside(recording: Recording, batch: list[torch.Tensor], device: torch
 
 
 class Captured(NamedTuple):
-    """A captured step that is to be planned: what it costs, and what it and its engine may take."""
+    """A captured step that is to be planned: what it costs, and what it and its engine may take.
+
+    `extra_bytes` are what its engine holds beside it.
+    """
 
     graph: StepGraph
     profile: Profile
     budget_bytes: int
     extra_bytes: int
+
+    def costs_of(self, running: StepGraph) -> Profile:
+        """What a form of it costs, with what is held beside it."""
+        costs = carry_over(self.profile, self.graph, running)
+        more = self.extra_bytes_of(running)
+        return replace(costs, overhead_bytes=costs.overhead_bytes + more)
+
+    def extra_bytes_of(self, running: StepGraph) -> int:
+        """What is held beside a form of it: nothing where updates come early, without graphs."""
+        return 0 if running.early_updates else self.extra_bytes
 
 
 class Arranger:
@@ -175,8 +188,7 @@ def plan_within(make: Planner, running: StepGraph, captured: Captured) -> Arrang
     `running` is the form of the captured step that is planned.
     """
     profile, budget_bytes = captured.profile, captured.budget_bytes
-    costs = carry_over(profile, captured.graph, running)
-    costs = replace(costs, overhead_bytes=costs.overhead_bytes + captured.extra_bytes)
+    costs = captured.costs_of(running)
     margin = int(budget_bytes * _MARGINS.get(profile.allocator, 0.0))
     try:
         plan = make(running, costs, budget_bytes - margin)
@@ -186,7 +198,7 @@ def plan_within(make: Planner, running: StepGraph, captured: Captured) -> Arrang
             raise InfeasibleBudget(budget_bytes=budget_bytes, least_peak_bytes=least) from None
         plan = make(running, costs, budget_bytes)
     plan.check(running)
-    n_updates = sum(op.target == UPDATE_TARGET for op in running.ops)
+    n_updates = len(running.early_updates)
     log.info(
         "planned for %s: a peak of %s, %.1f ms of recomputation%s",
         format_bytes(budget_bytes),
@@ -207,9 +219,9 @@ def _as_planned(
     """A plan made before: of the step as it was captured, or as it was improved then."""
     running = graph_of(plan, recording, graph) or graph
     plan.check(running)
-    costs = None if profile is None else carry_over(profile, graph, running)
-    if costs is not None:
-        costs = replace(costs, overhead_bytes=costs.overhead_bytes + extra_bytes)
+    costs = None
+    if profile is not None:
+        costs = Captured(graph, profile, plan.budget_bytes, extra_bytes).costs_of(running)
     return Arrangement(plan, running, costs, profile, plan.budget_bytes)
 
 
@@ -235,5 +247,5 @@ def _holds_gradients(arranged: Arrangement) -> bool:
 
 def _added_us(arranged: Arrangement) -> float:
     """The time that a plan adds, by recomputation and by calls of the optimizer."""
-    calls = sum(op.target == UPDATE_TARGET for op in arranged.graph.ops)
-    return arranged.plan.recompute_us + calls * _CALL_US
+    n_calls = len(arranged.graph.early_updates)
+    return arranged.plan.recompute_us + n_calls * _CALL_US

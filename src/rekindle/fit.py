@@ -13,7 +13,6 @@ planned at its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -36,7 +35,6 @@ from rekindle.core.fit import (
     largest_within,
     quickest,
 )
-from rekindle.core.improve import carry_over
 from rekindle.core.ir import Phase, Role, StepGraph
 from rekindle.core.roofline import analytic_profile
 from rekindle.core.scaling import Growth, Sized, Uneven
@@ -148,9 +146,7 @@ class _Step:
         self.captured = captured
         self._make = make
         self._bytes_per_sample = bytes_per_sample
-        costs = carry_over(captured.profile, captured.graph, self.form)
-        overhead_bytes = costs.overhead_bytes + captured.extra_bytes
-        self._costs = replace(costs, overhead_bytes=overhead_bytes)
+        self._costs = captured.costs_of(self.form)
 
     def plan(self, batch: float | None = None) -> Plan | None:
         """A plan within the budget, or one that stands for another batch; None if there is none."""
@@ -184,7 +180,7 @@ class _Step:
         """What is there at the least peak whatever the batch."""
         trace = self.trace(self.least)
         there = self._bytes_per_sample[trace.alive_at(trace.peak_position)]
-        growing = int(self.batch * there.sum()) + self.captured.extra_bytes
+        growing = int(self.batch * there.sum()) + self.captured.extra_bytes_of(self.form)
         if self.form.ops[trace.peak_op].phase is not Phase.OPTIMIZER:
             growing += self._costs.costs[trace.peak_op].workspace_bytes
         return trace.peak_bytes - growing

@@ -169,6 +169,11 @@ class StepGraph:
             yield [o.name, o.target, o.inputs, o.outputs, o.mutates, *facts]
         yield [self.outputs]
 
+    @cached_property
+    def early_updates(self) -> tuple[int, ...]:
+        """The ops that update parameters as their gradients come; none if all are at the end."""
+        return tuple(op.index for op in self.ops if op.target == UPDATE_TARGET)
+
     def storage_of(self, value: int) -> Storage:
         """The storage behind a value."""
         return self.storages[self.values[value].storage]

@@ -76,9 +76,8 @@ class EngineMaker:
         """
         if self._recorder is None:
             return program
-        if (
-            program.is_early
-        ):  # every call of the optimizer would end a graph, which holds its memory
+        if program.is_early:
+            # Every call of the optimizer would end a graph, which holds its memory.
             log.info("running without CUDA graphs: parameters are updated as their gradients come")
             return program
         return Graphed(program, self._recorder, graph, plan, profile)

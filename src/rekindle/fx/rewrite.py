@@ -83,7 +83,7 @@ class _Rewriter:
         self.held: dict[tuple[int, int], list[fx.Node]] = {}  # by storage and copy
         self.random_state: dict[int, fx.Node] = {}  # by op: what its generator started from
         self.scratch: list[fx.Node] = []
-        self.is_early = any(op.target == UPDATE_TARGET for op in graph.ops)
+        self.is_early = bool(graph.early_updates)
         self.again = {step.op for step in schedule if not isinstance(step, Free) and step.copy}
 
     def run(self) -> Listing:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from rekindle.core.cost import Profile
-from rekindle.core.ir import UPDATE_TARGET, StepGraph
+from rekindle.core.ir import StepGraph
 from rekindle.core.layout import schedule_of
 from rekindle.core.liveness import analyze
 from rekindle.core.schedule import Plan
@@ -178,7 +178,7 @@ class Variant:
         if self.arranged is None:
             return analyze(self.graph).optimizer_bytes()
         plan, graph, profile, *_ = self.arranged
-        updates = [op.index for op in graph.ops if op.target == UPDATE_TARGET]
+        updates = graph.early_updates
         if not updates or profile is None:
             return analyze(graph).optimizer_bytes()
         trace = simulate(graph, profile, plan)
