@@ -179,6 +179,19 @@ def test_convolutions_in_float32_run_on_tensor_cores() -> None:
     assert time_us(graph, SLOW) == pytest.approx(10**9 / 2e3)
 
 
+def products_us(batch: int, width: int) -> float:
+    """The time of all products of two layers in half precision, forward and backward."""
+    layers = (nn.Linear(width, width, bias=False, dtype=torch.bfloat16) for _ in range(2))
+    graph = captured(nn.Sequential(*layers), torch.randn(batch, width, dtype=torch.bfloat16))
+    costs = analytic_profile(graph, SLOW).costs
+    return sum(c.time_us for o, c in zip(graph.ops, costs, strict=True) if op_name(o) == "mm")
+
+
+def test_rows_of_odd_length_are_slow_and_an_odd_number_of_them_is_not() -> None:
+    assert products_us(2001, 512) == pytest.approx(products_us(2000, 512), rel=0.01)
+    assert products_us(2000, 513) > 3 * products_us(2000, 512)
+
+
 def test_views_take_no_time() -> None:
     graph = one_op("aten.t.default", [((2, 3), F32)], [((3, 2), F32)], is_view=True)
     assert analytic_profile(graph, SLOW).times_us.tolist() == [0]

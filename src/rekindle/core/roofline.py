@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from rekindle.core.cost import OpCost, Profile
 from rekindle.core.devices import Device
-from rekindle.core.ir import Op, StepGraph
+from rekindle.core.ir import Op, StepGraph, Value
 from rekindle.core.ops import nbytes_of, op_name
 from rekindle.core.workspaces import workspace_bytes
 
@@ -73,6 +73,7 @@ _KINDS = {
     "_cudnn_rnn": Kind(3.0, 50.0),
 }
 _MISALIGNED = 5.4  # GPT-2's vocabulary of 50257 words
+_TRANSPOSING = ("t", "transpose", "permute")
 _REACHED_OF_BANDWIDTH = 0.9  # a plain copy's share of the vendor's figure
 
 
@@ -144,9 +145,23 @@ def _copy_us(op: Op, nbytes: int, device: Device) -> float:
 
 
 def _is_misaligned(graph: StepGraph, op: Op, dtype: str) -> bool:
-    """Whether a matrix in half precision has an odd side, which rules the fast kernels out."""
-    sides = (size for v in op.inputs for size in graph.values[v].shape if size > 1)
-    return dtype != "float32" and any(size % 2 for size in sides)
+    """Whether a matrix in half precision has rows of odd length, which rules fast kernels out.
+
+    How many rows there are does not matter.
+    """
+    if dtype == "float32":
+        return False
+    lengths = (_row_length(graph, graph.values[v]) for v in (*op.inputs, *op.outputs))
+    return any(length > 1 and length % 2 for length in lengths)
+
+
+def _row_length(graph: StepGraph, value: Value) -> int:
+    """How many elements lie side by side: a transposed matrix lies as it was."""
+    if value.producer is not None:
+        view = graph.ops[value.producer]
+        if view.is_view and op_name(view) in _TRANSPOSING:
+            return _row_length(graph, graph.values[view.inputs[0]])
+    return value.shape[-1] if value.shape else 1
 
 
 def _compute_dtype(graph: StepGraph, op: Op) -> str:
