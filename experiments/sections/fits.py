@@ -25,7 +25,7 @@ Found = dict[str, Any]
 class Fit(NamedTuple):
     """A way to run a model under a cap: the batch that was found on paper, and the one that ran.
 
-    `tried` are the batches that were run, whether they fit or not; `ran` is the one that did.
+    `tried` came of the batches that were run, whether they fit or not; `ran` of the one that did.
     `beyond` came of a batch that is larger by 2%, if one was tried.
     """
 
@@ -33,7 +33,7 @@ class Fit(NamedTuple):
     cap: str
     way: str
     forecast: Found | None
-    tried: tuple[int, ...]
+    tried: tuple[Found, ...]
     ran: Found | None
     beyond: Found | None
 
@@ -51,9 +51,8 @@ def _under(page: Page, cap: Cap) -> Iterator[Fit]:
         if forecast is None:
             continue
         for way in WAYS:
-            own = _checked(checks, model, way)
-            ran = next((found for found in own if found["status"] == DONE), None)
-            tried = tuple(found["case"]["batch"] for found in own)
+            tried = tuple(_checked(checks, model, way))
+            ran = next((found for found in tried if found["status"] == DONE), None)
             larger = next(iter(_checked(checks, model, beyond(way))), None)
             yield Fit(model, cap.memory, way, forecast[way], tried, ran, larger)
 
@@ -74,20 +73,32 @@ def section(page: Page) -> str:
         return not_measured(FITS)
     picture = page.picture("max-batch", "The largest batches under caps", fits_figure(every))
     missing = (_missing(page, cap, every) for cap in page.config.caps)
-    return paragraphs(picture, _table(page, every), _beyond(page, every), *missing)
+    return paragraphs(
+        picture, _table(page, every), _too_large(page, every), _beyond(page, every), *missing
+    )
+
+
+def _too_large(page: Page, every: Sequence[Fit]) -> str:
+    """The batches that were named on paper and did not fit."""
+    lines = [
+        _line(page, fit, found) for fit in every for found in fit.tried if found["status"] != DONE
+    ]
+    return _listed("Named on paper, but too large:", lines)
 
 
 def _beyond(page: Page, every: Sequence[Fit]) -> str:
     """What came of batches that are larger by 2% than those found, each beside its budget."""
-    lines = [
-        f"- {title_of(fit.model, fit.beyond['case']['batch'])}, {fit.way}, {fit.cap}: "
-        f"{_outcome(page, fit.cap, fit.beyond)}."
-        for fit in every
-        if fit.beyond
-    ]
-    return (
-        "\n".join(["2% more, or one more, where that has been tried:", "", *lines]) if lines else ""
-    )
+    lines = [_line(page, fit, fit.beyond) for fit in every if fit.beyond]
+    return _listed("2% more, or one more, where that has been tried:", lines)
+
+
+def _listed(head: str, lines: Sequence[str]) -> str:
+    return "\n".join([head, "", *lines]) if lines else ""
+
+
+def _line(page: Page, fit: Fit, found: Found) -> str:
+    title = title_of(fit.model, found["case"]["batch"])
+    return f"- {title}, {fit.way}, {fit.cap}: {_outcome(page, fit.cap, found)}."
 
 
 def _outcome(page: Page, cap: str, found: Found) -> str:
@@ -95,7 +106,10 @@ def _outcome(page: Page, cap: str, found: Found) -> str:
         within = parse_bytes(budget_under(page.config, cap))
         side = "above" if found["peak_bytes"] > within else "within"
         return f"takes {format_bytes(found['peak_bytes'])}, {side} the budget"
-    return "no plan" if found["kind"] == INFEASIBLE else "out of memory"
+    if found["kind"] == INFEASIBLE:
+        more = found["least_peak_bytes"] / found["budget_bytes"] - 1
+        return f"no plan, {more:.1%} more than the budget would be needed"
+    return "out of memory"
 
 
 def _missing(page: Page, cap: Cap, every: Sequence[Fit]) -> str:
@@ -142,7 +156,8 @@ def _cells(fit: Fit, plain: Fit) -> Iterator[str]:
 
 
 def _not_ran(fit: Fit) -> str:
-    return f"none of {', '.join(f'{batch:,}' for batch in fit.tried)}" if fit.tried else ABSENT
+    batches = ", ".join(f"{found['case']['batch']:,}" for found in fit.tried)
+    return f"none of {batches}" if batches else ABSENT
 
 
 def _batches(every: Sequence[Fit], model: str) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from experiments import drawing
 from experiments.page import ABSENT, Page, paragraphs, table, times, title_of
 from experiments.pieces import compiled_name, half_name, planners_name, sweep_name
-from experiments.sections.fits import fits_of
+from experiments.sections.fits import Fit, fits_of
 from rekindle.report.figures import GREY, new_figure
 from rekindle.report.palette import SERIES
 from rekindle.report.sweep_report import DONE
@@ -92,11 +92,23 @@ def _schemes(page: Page) -> Iterator[Pair]:
 
 
 def _largest(page: Page) -> Iterator[Pair]:
-    """What was found on paper without the GPU, where the very batch has run."""
-    for fit in fits_of(page):
-        if fit.ran and fit.forecast and fit.ran["case"]["batch"] == fit.forecast["batch"]:
-            what = f"{title_of(fit.model, fit.forecast['batch'])}, {fit.way}, {fit.cap}"
-            yield _pair("largest batches, on paper", what, fit.forecast, fit.ran)
+    """What was found on paper without the GPU, where the very batch has run; what was planned."""
+    ran = [(fit, fit.ran) for fit in fits_of(page) if fit.ran]
+    named = [
+        (fit, found)
+        for fit, found in ran
+        if fit.forecast and found["case"]["batch"] == fit.forecast["batch"]
+    ]
+    for fit, found in named:
+        yield _pair("largest batches, on paper", _under_cap(fit, found), fit.forecast, found)
+    for fit, found in ran:
+        if found["forecast"]:
+            what = _under_cap(fit, found)
+            yield _pair("largest batches, profiled", what, found["forecast"], found)
+
+
+def _under_cap(fit: Fit, found: Found) -> str:
+    return f"{title_of(fit.model, found['case']['batch'])}, {fit.way}, {fit.cap}"
 
 
 def _compiled(page: Page) -> Iterator[Pair]:

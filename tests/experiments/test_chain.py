@@ -204,6 +204,22 @@ def test_batches_beyond_the_largest(made: Made) -> None:
         assert line in made.text
 
 
+def test_batches_that_were_named_and_do_not_fit(made: Made) -> None:
+    first, *_ = fits.fits_of(made.page)
+    case = {"batch": 4000}
+    failed = [
+        {"case": case, "status": "out of memory", "kind": "OutOfMemoryError"},
+        {"case": case, "status": "out of memory", "kind": "InfeasibleBudget"}
+        | {"least_peak_bytes": 1030, "budget_bytes": 1000},
+    ]
+    short = [first._replace(tried=(found, *first.tried)) for found in failed]
+    assert fits._too_large(made.page, [first]) == ""
+    assert fits._too_large(made.page, short).splitlines()[2:] == [
+        "- mlp ×4,000, plain, 128MiB: out of memory.",
+        "- mlp ×4,000, plain, 128MiB: no plan, 3.0% more than the budget would be needed.",
+    ]
+
+
 def test_compiled_steps(made: Made) -> None:
     (sides,) = compiled.sides_of(made.page)
     assert [(found["case"]["batch"], found["status"]) for found in sides.peer] == [
@@ -236,7 +252,7 @@ def test_forecasts(made: Made) -> None:
     pairs = list(forecasts.pairs_of(made.page))
     sources = dict.fromkeys(pair.source for pair in pairs)
     assert {"plain steps", "batch sizes", "planners", "schemes"} <= set(sources)
-    assert "compiled under a cap" in sources
+    assert {"largest batches, profiled", "compiled under a cap"} <= set(sources)
     by_hand = [pair.peak for pair in pairs if pair.source in ("batch sizes", "planners")]
     assert by_hand == pytest.approx([1.0] * len(by_hand), abs=0.01)
     left, right = forecasts.forecasts_figure(pairs).axes

@@ -146,7 +146,7 @@ def _measured(case: Case, when_ready: Callable[[], object]) -> dict[str, Any]:
         "device": device_name(device),
         "precision": work.precision,
         "peak_bytes": found.peak_bytes,
-        "reserved_bytes": torch.cuda.memory_reserved(device) if on_cuda else None,
+        "reserved_bytes": torch.cuda.max_memory_reserved(device) if on_cuda else None,
         "step_us": found.step_us,
         "samples_us": list(found.samples_us),
         "samples_per_s": (work.batch_size or case.batch) / found.step_us * 1e6,

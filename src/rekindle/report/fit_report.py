@@ -14,6 +14,8 @@ from rekindle.report.pieces import indented, new_table
 from rekindle.report.words import percent
 from rekindle.units import format_bytes, format_us
 
+_ROOM = "what tensors take: torch's allocator needs 3% more, for plain steps up to 10%"
+
 
 def fit_summary(title: str, found: LargestBatch) -> RenderableType:
     """The batches, with peak and speed of each."""
@@ -31,6 +33,8 @@ def fit_summary(title: str, found: LargestBatch) -> RenderableType:
         table.add_row(label, *cells, f"{fit.samples_per_s:,.1f}", share)
     budget = f"within {format_bytes(found.budget_bytes)}, on {found.device}"
     notes = [Text(f"forecast, {found.method}", style="dim")]
+    if found.device != "cpu":
+        notes.append(Text(_ROOM, style="dim"))
     if (memory_bytes := _memory_bytes(found.device)) and found.budget_bytes > memory_bytes:
         notes.append(Text(f"{found.device} has {format_bytes(memory_bytes)}", style="yellow"))
     return Group(
