@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,17 @@ def test_it_is_the_largest_where_gradients_fill_the_budget(share: float) -> None
         rekindle.optimize(*heavy_parts(), beyond, budget=budget_bytes)
 
 
+def test_where_nothing_fits_it_says_what_would() -> None:
+    found = rekindle.max_batch(*parts(), make_batch, budget=1000)
+    assert (found.plain, found.planned) == (None, None)
+    assert found.least_bytes is not None
+    enough = rekindle.max_batch(*parts(), make_batch, budget=found.least_bytes)
+    assert enough.planned is not None
+    assert enough.least_bytes is None
+    little = rekindle.max_batch(*parts(), make_batch, budget=int(0.97 * found.least_bytes))
+    assert little.planned is None
+
+
 def test_the_model_is_left_alone() -> None:
     step, model, optimizer = parts()
     before = [param.detach().clone() for param in model.parameters()]
@@ -190,6 +202,34 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert found["plain"]["batch"] <= found["planned"]["batch"]
     assert [check["fits"] for check in found["checks"]] == [True]
     assert "checked" in out
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (torch.OutOfMemoryError("no"), "it ran out of memory"),
+        (rekindle.InfeasibleBudget(budget_bytes=1, least_peak_bytes=2_000_000), "its peak is 1.91"),
+    ],
+)
+def test_a_check_that_fails(
+    error: Exception,
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*args: Any, **how: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(rekindle, "optimize", fail)
+    code, out, err = run(capsys, "max-batch", "mlp", "--budget", "40MB", "--check")
+    assert code == 1, err
+    assert f"does not fit: {words}" in out
+
+
+def test_the_command_says_what_would_do(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "max-batch", "mlp", "--budget", "1MB", "--device", "T4")
+    assert code == 0, err
+    assert re.search(r"a budget of [0-9.]+[MG]iB would hold one sample", out)
 
 
 MAKE = """

@@ -94,13 +94,9 @@ def _schemes(page: Page) -> Iterator[Pair]:
 def _largest(page: Page) -> Iterator[Pair]:
     """What was found on paper without the GPU, where the very batch has run; what was planned."""
     ran = [(fit, fit.ran) for fit in fits_of(page) if fit.ran]
-    named = [
-        (fit, found)
-        for fit, found in ran
-        if fit.forecast and found["case"]["batch"] == fit.forecast["batch"]
-    ]
-    for fit, found in named:
-        yield _pair("largest batches, on paper", _under_cap(fit, found), fit.forecast, found)
+    for fit, found in ran:
+        if fit.forecast and fit.forecast["batch"] == found["case"]["batch"]:
+            yield _pair("largest batches, on paper", _under_cap(fit, found), fit.forecast, found)
     for fit, found in ran:
         if found["forecast"]:
             what = _under_cap(fit, found)

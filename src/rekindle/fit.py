@@ -242,10 +242,10 @@ class _Search:
                 planned = plain
             if plain is not None and planned is not None and at_least is not None:
                 quick = self._quickest(plain, planned, at_least)
+            least_bytes = self._light_step(1).least.peak_bytes if planned is None else None
         profile = self._captured(looks[-1].batch).profile
-        return LargestBatch(
-            self.budget_bytes, profile.device, profile.method, plain, planned, at_least, quick
-        )
+        about = self.budget_bytes, profile.device, profile.method
+        return LargestBatch(*about, plain, planned, at_least, quick, least_bytes)
 
     def _largest_plain(self, share: float = 1.0) -> Fit | None:
         """The largest batch of the plain step that takes no more than a share of the budget."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,9 @@ from equality import differences, snapshot
 import rekindle
 from rekindle import models
 from rekindle.core.ir import Role
+
+# Tests beside this one take their share of the GPU's time.
+IS_ALONE = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) == 1
 
 
 def measured_peak(step: Callable[[], Any]) -> int:
@@ -83,7 +87,8 @@ def test_a_step_that_does_not_fit_is_profiled_all_the_same() -> None:
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert "alone" in tight.method
-    assert tight.step_us == pytest.approx(roomy.step_us, rel=0.25)
+    if IS_ALONE:
+        assert tight.step_us == pytest.approx(roomy.step_us, rel=0.25)
     assert rekindle.simulate(captured.graph, tight).peak_bytes == pytest.approx(peak, rel=0.03)
     assert tight.overhead_bytes == pytest.approx(roomy.overhead_bytes, abs=16 << 20)
 
@@ -93,7 +98,7 @@ def test_analytic_and_measured_agree() -> None:
     captured = rekindle.capture(work.train_step, work.model, work.optimizer, work.batch)
     measured = rekindle.profile(captured, cache=False)
     analytic = rekindle.profile(captured, device="H200")
-    if "H200" in measured.device:
+    if "H200" in measured.device and IS_ALONE:
         assert analytic.step_us == pytest.approx(measured.step_us, rel=0.25)
     share = rekindle.simulate(captured.graph, analytic).peak_by_role()[Role.ACTIVATION]
     assert share > 0

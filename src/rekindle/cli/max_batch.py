@@ -100,8 +100,9 @@ def find_max_batch(
     console.print(fit_summary(model, found))
     for each in checks:
         verdict = "fits" if each["fits"] else "does not fit"
-        peak = format_bytes(each["peak_bytes"])
-        console.print(f"  checked: a batch of {each['batch']:,} {verdict}, with a peak of {peak}")
+        peak = each["peak_bytes"]
+        why = "it ran out of memory" if peak is None else f"its peak is {format_bytes(peak)}"
+        console.print(f"  checked: a batch of {each['batch']:,} {verdict}: {why}")
     write_json(json, {"model": model, **fit_data(found), "checks": checks})
     if not all(each["fits"] for each in checks):
         raise SystemExit(1)
@@ -128,8 +129,7 @@ def _check(fit: Fit, parts: Parts, budget: str, planner: str, tell: Tell) -> dic
         step = rekindle.optimize(*parts, budget=budget, planner=planner)
         measured = step.measure(parts[3], steps=1)
     except (rekindle.InfeasibleBudget, torch.OutOfMemoryError) as error:
-        least = getattr(error, "least_peak_bytes", 0)
-        return {**row, "fits": False, "peak_bytes": least}
+        return {**row, "fits": False, "peak_bytes": getattr(error, "least_peak_bytes", None)}
     assert step.budget_bytes is not None
     within = measured.peak_bytes <= step.budget_bytes
     return {

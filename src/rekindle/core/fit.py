@@ -35,7 +35,8 @@ class LargestBatch:
     """The largest batches that a budget holds; None where not even one sample fits.
 
     `planned` is the largest of all, whatever it costs in time. `quick` is the largest that keeps
-    the share `at_least` of the speed that `plain` has; None where nobody asked for one.
+    the share `at_least` of the speed that `plain` has; None where nobody asked for one. Where
+    nothing fits, `least_bytes` is a budget that holds one sample.
     """
 
     budget_bytes: int
@@ -45,6 +46,7 @@ class LargestBatch:
     planned: Fit | None
     at_least: float | None = None
     quick: Fit | None = None
+    least_bytes: int | None = None
 
 
 class Between(NamedTuple):

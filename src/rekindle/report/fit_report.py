@@ -12,7 +12,7 @@ from rekindle.core.fit import Fit, LargestBatch
 from rekindle.errors import ProfileError
 from rekindle.report.pieces import indented, new_table
 from rekindle.report.words import percent
-from rekindle.units import format_bytes, format_us
+from rekindle.units import format_budget, format_bytes, format_us
 
 _ROOM = "what tensors take: torch's allocator needs 3% more, for plain steps up to 10%"
 
@@ -33,6 +33,9 @@ def fit_summary(title: str, found: LargestBatch) -> RenderableType:
         table.add_row(label, *cells, f"{fit.samples_per_s:,.1f}", share)
     budget = f"within {format_bytes(found.budget_bytes)}, on {found.device}"
     notes = [Text(f"forecast, {found.method}", style="dim")]
+    if found.least_bytes is not None:
+        least = format_budget(found.least_bytes)
+        notes.append(Text(f"a budget of {least} would hold one sample", style="yellow"))
     if found.device != "cpu":
         notes.append(Text(_ROOM, style="dim"))
     if (memory_bytes := _memory_bytes(found.device)) and found.budget_bytes > memory_bytes:
@@ -57,6 +60,7 @@ def fit_data(found: LargestBatch) -> dict[str, Any]:
         "device": found.device,
         "method": found.method,
         "at_least": found.at_least,
+        "least_bytes": found.least_bytes,
         **{name: _fit_data(fit) for name, fit in zip(_NAMES, _fits(found), strict=True)},
     }
 
