@@ -139,7 +139,7 @@ H200 = Config(
     checked=("resnet152", "bert-large"),
     caps=(
         Cap("16GiB", ("plain", "quick", "planned"), beyond=("plain", "planned")),
-        Cap("24GiB", ("plain", "quick")),  # the largest planned batches take minutes there
+        Cap("24GiB", ("plain", "quick")),  # the largest planned batches take long there
         Cap("80GiB", ("plain", "quick")),
     ),
     compiled=(

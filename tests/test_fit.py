@@ -208,7 +208,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     ("error", "words"),
     [
         (torch.OutOfMemoryError("no"), "it ran out of memory"),
-        (rekindle.InfeasibleBudget(budget_bytes=1, least_peak_bytes=2_000_000), "its peak is 1.91"),
+        (
+            rekindle.InfeasibleBudget(budget_bytes=1, least_peak_bytes=2_000_000),
+            "the least peak found is 1.91",
+        ),
     ],
 )
 def test_a_check_that_fails(

@@ -25,7 +25,8 @@ Found = dict[str, Any]
 class Fit(NamedTuple):
     """A way to run a model under a cap: the batch that was found on paper, and the one that ran.
 
-    `tried` came of the batches that were run, whether they fit or not; `ran` of the one that did.
+    `tried` came of the batches that were run, whether they fit or not; `ran` of the largest that
+    did.
     `beyond` came of a batch that is larger by 2%, if one was tried.
     """
 
@@ -52,7 +53,8 @@ def _under(page: Page, cap: Cap) -> Iterator[Fit]:
             continue
         for way in WAYS:
             tried = tuple(_checked(checks, model, way))
-            ran = next((found for found in tried if found["status"] == DONE), None)
+            done = (found for found in tried if found["status"] == DONE)
+            ran = max(done, key=lambda found: found["case"]["batch"], default=None)
             larger = next(iter(_checked(checks, model, beyond(way))), None)
             yield Fit(model, cap.memory, way, forecast[way], tried, ran, larger)
 
@@ -79,11 +81,11 @@ def section(page: Page) -> str:
 
 
 def _too_large(page: Page, every: Sequence[Fit]) -> str:
-    """The batches that were named on paper and did not fit."""
+    """The batches that were tried and did not fit."""
     lines = [
         _line(page, fit, found) for fit in every for found in fit.tried if found["status"] != DONE
     ]
-    return _listed("Named on paper, but too large:", lines)
+    return _listed("Tried, and too large:", lines)
 
 
 def _beyond(page: Page, every: Sequence[Fit]) -> str:
@@ -109,7 +111,7 @@ def _outcome(page: Page, cap: str, found: Found) -> str:
     if found["kind"] == INFEASIBLE:
         more = found["least_peak_bytes"] / found["budget_bytes"] - 1
         return f"no plan, {more:.1%} more than the budget would be needed"
-    return "out of memory"
+    return str(found["status"])
 
 
 def _missing(page: Page, cap: Cap, every: Sequence[Fit]) -> str:

@@ -36,7 +36,7 @@ def section(page: Page) -> str:
     if not pairs:
         return "*Nothing has been measured yet.*"
     picture = page.picture("forecasts", "Forecast of measured", forecasts_figure(pairs))
-    return paragraphs(picture, _table(pairs), _far(pairs))
+    return paragraphs(picture, _table(pairs), _far(pairs), _others(page))
 
 
 def pairs_of(page: Page) -> Iterator[Pair]:
@@ -101,6 +101,20 @@ def _largest(page: Page) -> Iterator[Pair]:
         if found["forecast"]:
             what = _under_cap(fit, found)
             yield _pair("largest batches, profiled", what, found["forecast"], found)
+
+
+def _others(page: Page) -> str:
+    """What was found on paper, where another batch has run: speeds can be compared all the same."""
+    lines = []
+    for fit in fits_of(page):
+        if fit.ran and fit.forecast and fit.forecast["batch"] != fit.ran["case"]["batch"]:
+            ratio = fit.forecast["samples_per_s"] / fit.ran["samples_per_s"]
+            lines.append(
+                f"- {title_of(fit.model, fit.forecast['batch'])}, {fit.way}, {fit.cap}: "
+                f"{times(ratio, 3)} of what ×{fit.ran['case']['batch']:,} was measured at."
+            )
+    head = "Samples a second on paper, where another batch ran than was named (not counted above):"
+    return "\n".join([head, "", *lines]) if lines else ""
 
 
 def _under_cap(fit: Fit, found: Found) -> str:

@@ -204,11 +204,12 @@ def test_batches_beyond_the_largest(made: Made) -> None:
         assert line in made.text
 
 
-def test_batches_that_were_named_and_do_not_fit(made: Made) -> None:
+def test_batches_that_were_tried_and_do_not_fit(made: Made) -> None:
     first, *_ = fits.fits_of(made.page)
     case = {"batch": 4000}
     failed = [
         {"case": case, "status": "out of memory", "kind": "OutOfMemoryError"},
+        {"case": case, "status": "failed", "kind": "RuntimeError"},
         {"case": case, "status": "out of memory", "kind": "InfeasibleBudget"}
         | {"least_peak_bytes": 1030, "budget_bytes": 1000},
     ]
@@ -216,6 +217,7 @@ def test_batches_that_were_named_and_do_not_fit(made: Made) -> None:
     assert fits._too_large(made.page, [first]) == ""
     assert fits._too_large(made.page, short).splitlines()[2:] == [
         "- mlp ×4,000, plain, 128MiB: out of memory.",
+        "- mlp ×4,000, plain, 128MiB: failed.",
         "- mlp ×4,000, plain, 128MiB: no plan, 3.0% more than the budget would be needed.",
     ]
 

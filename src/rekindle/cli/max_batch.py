@@ -100,9 +100,7 @@ def find_max_batch(
     console.print(fit_summary(model, found))
     for each in checks:
         verdict = "fits" if each["fits"] else "does not fit"
-        peak = each["peak_bytes"]
-        why = "it ran out of memory" if peak is None else f"its peak is {format_bytes(peak)}"
-        console.print(f"  checked: a batch of {each['batch']:,} {verdict}: {why}")
+        console.print(f"  checked: a batch of {each['batch']:,} {verdict}: {_reason(each)}")
     write_json(json, {"model": model, **fit_data(found), "checks": checks})
     if not all(each["fits"] for each in checks):
         raise SystemExit(1)
@@ -129,7 +127,8 @@ def _check(fit: Fit, parts: Parts, budget: str, planner: str, tell: Tell) -> dic
         step = rekindle.optimize(*parts, budget=budget, planner=planner)
         measured = step.measure(parts[3], steps=1)
     except (rekindle.InfeasibleBudget, torch.OutOfMemoryError) as error:
-        return {**row, "fits": False, "peak_bytes": getattr(error, "least_peak_bytes", None)}
+        least = getattr(error, "least_peak_bytes", None)
+        return {**row, "fits": False, "peak_bytes": None, "least_peak_bytes": least}
     assert step.budget_bytes is not None
     within = measured.peak_bytes <= step.budget_bytes
     return {
@@ -139,3 +138,12 @@ def _check(fit: Fit, parts: Parts, budget: str, planner: str, tell: Tell) -> dic
         "step_us": measured.step_us,
         "off": percent(measured.peak_bytes / fit.peak_bytes),
     }
+
+
+def _reason(checked: dict[str, Any]) -> str:
+    """Why a batch fits, or does not."""
+    if checked["peak_bytes"] is not None:
+        return f"its peak is {format_bytes(checked['peak_bytes'])}"
+    if checked["least_peak_bytes"] is not None:
+        return f"the least peak found is {format_bytes(checked['least_peak_bytes'])}"
+    return "it ran out of memory"

@@ -156,7 +156,10 @@ def _is_misaligned(graph: StepGraph, op: Op, dtype: str) -> bool:
 
 
 def _row_length(graph: StepGraph, value: Value) -> int:
-    """How many elements lie side by side: a transposed matrix lies as it was."""
+    """How many elements lie side by side: a transposed matrix lies as it was.
+
+    Other views are taken for what they look like.
+    """
     if value.producer is not None:
         view = graph.ops[value.producer]
         if view.is_view and op_name(view) in _TRANSPOSING:

@@ -14,7 +14,7 @@ from rekindle.report.pieces import indented, new_table
 from rekindle.report.words import percent
 from rekindle.units import format_budget, format_bytes, format_us
 
-_ROOM = "what tensors take: torch's allocator needs 3% more, for plain steps up to 10%"
+_ROOM = "what tensors take: torch's allocator needs up to 6% more, for plain steps up to 13%"
 
 
 def fit_summary(title: str, found: LargestBatch) -> RenderableType:
