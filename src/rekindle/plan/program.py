@@ -10,6 +10,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
 from rekindle.errors import PlanError
+from rekindle.plan.quiet import quiet
 
 Terms = Iterable[tuple[int, float]]  # pairs of a variable and its factor
 
@@ -132,13 +133,14 @@ class Program:
         options = {"mip_rel_gap": 0.0, "time_limit": seconds}
         if nodes is not None:
             options["node_limit"] = nodes
-        result = milp(
-            costs,
-            integrality=integrality,
-            bounds=Bounds(low, high),
-            constraints=LinearConstraint(matrix, -np.inf, [limit for limit, _ in rows]),
-            options=options,
-        )
+        with quiet():
+            result = milp(
+                costs,
+                integrality=integrality,
+                bounds=Bounds(low, high),
+                constraints=LinearConstraint(matrix, -np.inf, [limit for limit, _ in rows]),
+                options=options,
+            )
         if result.status == 2:
             return None
         if result.status == 1:
