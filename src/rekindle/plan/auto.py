@@ -84,6 +84,7 @@ class Session:
         self.network = CutNetwork(problem)
         self.bound = Bound(problem, self.network)
         self._last: tuple[int, Candidate | None] | None = None  # what was asked, and found
+        self._too_small_bytes = 0  # a budget that nothing stays within, as has been proven
 
     def plan(self, budget_bytes: int) -> Plan:
         """The cheapest plan found within the budget."""
@@ -112,7 +113,8 @@ class Session:
             return plain
         if self.n_decisions <= _MOST_FOR_ILP:
             with suppress(PlanError):
-                return self._exact(budget_bytes)
+                if found := self._exact(budget_bytes):
+                    return found
         is_large = self.problem.n_ops > _MOST_OPS_FOR_ALL
         tried = [*self._by_chain(budget_bytes), *self._by_greedy(budget_bytes)]
         if not is_large or not _cheapest(tried, budget_bytes):
@@ -167,7 +169,7 @@ class Session:
         """The candidate of least peak that asking for less and less leads to."""
         if self.n_decisions <= _MOST_FOR_ILP:
             with suppress(PlanError):
-                return self._exact(None)
+                return self._exactly_least()
         known = [*self.at_any_budget, self._candidate(self.chain.least_peak())]
         best, *others = sorted(known, key=_peak_first)
         for share in _LOWERINGS:
@@ -177,7 +179,7 @@ class Session:
                 best = self._below(best, start, _LOWERINGS[-1])
         if self.n_decisions <= _MOST_FOR_A_TRY:
             with suppress(PlanError):
-                best = min(best, self._exact(None, _TRY_NODES), key=_peak_first)
+                best = min(best, self._exactly_least(_TRY_NODES), key=_peak_first)
         return best
 
     def _below(self, best: Candidate, start: Candidate, share: float) -> Candidate:
@@ -237,13 +239,24 @@ class Session:
             yield self._candidate(exchange(self.problem, found.chosen, budget_bytes))
         if self.n_decisions <= _MOST_FOR_A_TRY:
             with suppress(PlanError):
-                yield self._exact(budget_bytes, _TRY_NODES)
+                if exact := self._exact(budget_bytes, _TRY_NODES):
+                    yield exact
 
     def _candidate(self, chosen: Choices) -> Candidate:
         return Candidate(chosen.keep, lower(self.problem, chosen), chosen)
 
-    def _exact(self, budget_bytes: int | None, nodes: int | None = None) -> Candidate:
-        lowered = ilp.optimum(self.problem, budget_bytes, nodes)
+    def _exact(self, budget_bytes: int, nodes: int | None = None) -> Candidate | None:
+        """The cheapest of all that stays within a budget; None where there is none."""
+        if budget_bytes <= self._too_small_bytes:
+            return None
+        lowered = ilp.cheapest_within(self.problem, budget_bytes, nodes)
+        if lowered is None:
+            self._too_small_bytes = budget_bytes
+            return None
+        return Candidate(ilp.survivors(self.problem, lowered), lowered, None)
+
+    def _exactly_least(self, nodes: int | None = None) -> Candidate:
+        lowered = ilp.optimum(self.problem, None, nodes)
         return Candidate(ilp.survivors(self.problem, lowered), lowered, None)
 
 

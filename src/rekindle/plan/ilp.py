@@ -65,20 +65,29 @@ def optimum(problem: Problem, budget_bytes: int | None, nodes: int | None = None
 
     Raises PlanError where the search is not over after so many nodes of its tree.
     """
-    lowered = lower_bursts(problem, ())
-    if budget_bytes is not None and lowered.peak_bytes <= budget_bytes:
-        return lowered
+    if budget_bytes is not None and (found := cheapest_within(problem, budget_bytes, nodes)):
+        return found
     model = _Model(problem)
-    if budget_bytes is not None:
-        while (found := model.program.cheapest_within(budget_bytes, nodes)) is not None:
-            lowered = lower_bursts(problem, model.bursts(found))
-            if lowered.peak_bytes <= budget_bytes:
-                return lowered
-            model.program.forbid(found)  # it fits but for the solver's rounding
     lowered = lower_bursts(problem, model.bursts(model.program.least_peak(nodes)))
     if budget_bytes is not None:
         raise InfeasibleBudget(budget_bytes=budget_bytes, least_peak_bytes=lowered.peak_bytes)
     return lowered
+
+
+def cheapest_within(
+    problem: Problem, budget_bytes: int, nodes: int | None = None
+) -> Lowered | None:
+    """What adds the least time within a budget; None where nothing stays within it."""
+    lowered = lower_bursts(problem, ())
+    if lowered.peak_bytes <= budget_bytes:
+        return lowered
+    model = _Model(problem)
+    while (found := model.program.cheapest_within(budget_bytes, nodes)) is not None:
+        lowered = lower_bursts(problem, model.bursts(found))
+        if lowered.peak_bytes <= budget_bytes:
+            return lowered
+        model.program.forbid(found)  # it fits but for the solver's rounding
+    return None
 
 
 def n_decisions(problem: Problem) -> int:
