@@ -229,6 +229,12 @@ def test_a_check_that_fails(
     assert f"does not fit: {words}" in out
 
 
+def test_the_command_says_where_the_search_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "max-batch", "mlp", "--budget", "400TB", "--device", "H200")
+    assert code == 0, err
+    assert f"no batch of more than {MOST:,} is looked for" in out
+
+
 def test_the_command_says_what_would_do(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, "max-batch", "mlp", "--budget", "1MB", "--device", "T4")
     assert code == 0, err
@@ -270,6 +276,7 @@ def test_a_function_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[st
         ("a share of what", ("mlp", "--budget", "60%")),
         ("not here", ("mlp", "--budget", "1GB", "--device", "H200", "--check")),
         ("at-least", ("mlp", "--budget", "1GB", "--at-least", "lots")),
+        ("holds nothing", ("mlp", "--budget", "0")),
         ("no model named", ("nope", "--budget", "1GB")),
     ],
 )

@@ -105,6 +105,8 @@ def max_batch(
     if at_least is not None and not (isinstance(at_least, int | float) and 0 < at_least <= 1):
         raise PlanError(f"at_least is a share of the plain step's speed, in (0, 1], not {at_least}")
     budget_bytes = parse_bytes(budget)
+    if budget_bytes <= 0:
+        raise PlanError(f"a budget of {budget!r} holds nothing: give bytes, as in 16GiB")
     tell = progress or (lambda text: None)
     named = None if device is None else _named_gpu(device)
 

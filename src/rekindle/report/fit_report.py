@@ -8,13 +8,13 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from rekindle.core.devices import find_device
-from rekindle.core.fit import Fit, LargestBatch
+from rekindle.core.fit import MOST, Fit, LargestBatch
 from rekindle.errors import ProfileError
 from rekindle.report.pieces import indented, new_table
 from rekindle.report.words import percent
 from rekindle.units import format_budget, format_bytes, format_us
 
-_ROOM = "what tensors take: torch's allocator needs up to 6% more, for plain steps up to 13%"
+_ROOM = "what tensors take: the allocator needs up to 6% more, for plain steps 13%"
 
 
 def fit_summary(title: str, found: LargestBatch) -> RenderableType:
@@ -33,6 +33,8 @@ def fit_summary(title: str, found: LargestBatch) -> RenderableType:
         table.add_row(label, *cells, f"{fit.samples_per_s:,.1f}", share)
     budget = f"within {format_bytes(found.budget_bytes)}, on {found.device}"
     notes = [Text(f"forecast, {found.method}", style="dim")]
+    if found.planned is not None and found.planned.batch >= MOST:
+        notes.append(Text(f"no batch of more than {MOST:,} is looked for", style="yellow"))
     if found.least_bytes is not None:
         least = format_budget(found.least_bytes)
         notes.append(Text(f"a budget of {least} would hold one sample", style="yellow"))
