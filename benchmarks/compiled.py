@@ -27,7 +27,7 @@ from peers import checkpoint_every_block
 from steps import DEVICE, apart, built, figures, planned, share_bytes
 
 import rekindle
-from rekindle.fx.timing import measure
+from rekindle.measuring.timing import measure
 
 
 class Case(NamedTuple):

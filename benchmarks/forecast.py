@@ -24,12 +24,12 @@ sys.path.insert(0, str(ROOT / "src"))
 
 import rekindle
 from rekindle import models
-from rekindle.core.cost import OpCost, Profile
-from rekindle.core.devices import find_device
-from rekindle.core.ir import Op, Phase, Role, StepGraph, Storage, Value
-from rekindle.core.liveness import analyze
-from rekindle.core.roofline import analytic_profile
-from rekindle.core.simulate import simulate
+from rekindle.core.cost.devices import find_device
+from rekindle.core.cost.profile import OpCost, Profile
+from rekindle.core.cost.roofline import analytic_profile
+from rekindle.core.graph.graph import Op, Phase, Role, StepGraph, Storage, Value
+from rekindle.core.graph.liveness import analyze
+from rekindle.core.graph.simulate import simulate
 
 
 def forecast(case: dict[str, Any]) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from steps import DEVICE, built, figures, settle, share_bytes
 from torch._dynamo.callback import on_compile_end, on_compile_start
 
 import rekindle
-from rekindle.fx.timing import measure
+from rekindle.measuring.timing import measure
 
 SETTINGS = (0.7, 0.5, 0.3, 0.1)  # of torch's own knob
 ROUNDS, STEPS = 4, 5

@@ -8,6 +8,6 @@ from common import ROOT
 
 sys.path.insert(0, str(ROOT / "src"))
 
-from rekindle.cli.peers import BLOCKS, checkpoint_every_block
+from rekindle.studies.peers import BLOCKS, checkpoint_every_block
 
 __all__ = ["BLOCKS", "checkpoint_every_block"]

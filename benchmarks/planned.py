@@ -28,7 +28,7 @@ from steps import DEVICE, built, figures, planned, settle, share_bytes
 
 import rekindle
 from rekindle import models
-from rekindle.fx.timing import Measurement, measure
+from rekindle.measuring.timing import Measurement, measure
 
 CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "resnet152_b128": ("resnet152", 128, ("75%", "60%", "49%", "40%", "30%")),

@@ -14,12 +14,12 @@ sys.path.insert(0, str(ROOT / "src"))
 
 import rekindle
 from rekindle import models
-from rekindle.core.cost import Profile
-from rekindle.core.ir import StepGraph
-from rekindle.core.schedule import Plan
-from rekindle.core.serial import load_profile
+from rekindle.core.cost.profile import Profile
+from rekindle.core.graph.graph import StepGraph
+from rekindle.core.graph.schedule import Plan
+from rekindle.core.graph.serial import load_profile
 from rekindle.errors import InfeasibleBudget, PlanError
-from rekindle.plan import Planner
+from rekindle.planners.registry import Planner
 
 Load = Callable[[], tuple[StepGraph, Profile]]
 Case = dict[str, Any]

@@ -27,15 +27,17 @@ from planning import PROFILES, Case, asked, capped, figures, from_file, from_zoo
 from synthetic import deep_chain, deep_resnet
 
 from rekindle import models
-from rekindle.core.cost import Profile
-from rekindle.core.ir import StepGraph
-from rekindle.core.schedule import Plan
-from rekindle.core.simulate import simulate
-from rekindle.plan import PLANNERS, auto, ilp
-from rekindle.plan.bound import Bound
-from rekindle.plan.chain import Chain
-from rekindle.plan.curve import Curve, trade_offs
-from rekindle.plan.problem import problem_of
+from rekindle.core.cost.profile import Profile
+from rekindle.core.graph.graph import StepGraph
+from rekindle.core.graph.schedule import Plan
+from rekindle.core.graph.simulate import simulate
+from rekindle.planners import auto
+from rekindle.planners.bound import Bound
+from rekindle.planners.chain import Chain
+from rekindle.planners.curve import Curve, trade_offs
+from rekindle.planners.exact import ilp
+from rekindle.planners.problem import problem_of
+from rekindle.planners.registry import PLANNERS
 
 Make = Callable[[int], tuple[StepGraph, Profile]]
 

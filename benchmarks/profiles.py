@@ -25,11 +25,12 @@ sys.path.insert(0, str(ROOT / "src"))
 
 import rekindle
 from rekindle import models
-from rekindle.core.ir import Phase, Role
-from rekindle.core.serial import save_profile
-from rekindle.fx import interpret, tree
-from rekindle.fx.meters import CudaMeter
-from rekindle.fx.timing import measure
+from rekindle.core.graph.graph import Phase, Role
+from rekindle.core.graph.serial import save_profile
+from rekindle.measuring import interpreter
+from rekindle.measuring.meters import CudaMeter
+from rekindle.measuring.timing import measure
+from rekindle.tracing import batch_tree
 
 CASES = [
     ("resnet152", 128, "bf16"),
@@ -63,11 +64,11 @@ def run_case(name: str, batch: int, precision: str, save: Path | None) -> dict[s
     profile_s = time.perf_counter() - start
     trace = rekindle.simulate(captured.graph, profile)
     analytic = rekindle.profile(captured, device="H200")
-    batch_tensors = tree.flatten(work.batch).tensors
-    with interpret.preserved(captured.recording):
+    batch_tensors = batch_tree.flatten(work.batch).tensors
+    with interpreter.preserved(captured.recording):
         graph_us = CudaMeter(device).step_us(
-            lambda around: interpret.run(
-                captured.recording, interpret.inputs(captured.recording, batch_tensors), around
+            lambda around: interpreter.run(
+                captured.recording, interpreter.inputs(captured.recording, batch_tensors), around
             )
         )
     scale = re.search(r"scaled by ([0-9.]+)", profile.method)

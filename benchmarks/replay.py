@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT / "src"))
 
 import rekindle
 from rekindle import models
-from rekindle.fx.timing import measure
+from rekindle.measuring.timing import measure
 
 CASES: dict[str, list[dict[str, Any]]] = {
     "cuda": [

@@ -18,8 +18,8 @@ sys.path.insert(0, str(ROOT / "src"))
 
 import rekindle
 from rekindle import models
-from rekindle.fx.cudagraph import Graphed
-from rekindle.fx.timing import Measurement, measure
+from rekindle.engines.cudagraph.graph_engine import Graphed
+from rekindle.measuring.timing import Measurement, measure
 
 DEVICE = torch.device("cuda")
 

@@ -6,8 +6,8 @@ blocks, in-place ones and batch-norm state included. Sizes and times are those o
 
 from __future__ import annotations
 
-from rekindle.core.cost import OpCost, Profile
-from rekindle.core.ir import Op, Phase, Role, StepGraph, Storage, Value
+from rekindle.core.cost.profile import OpCost, Profile
+from rekindle.core.graph.graph import Op, Phase, Role, StepGraph, Storage, Value
 
 _MIB = 1 << 20
 

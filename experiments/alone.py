@@ -23,7 +23,7 @@ from typing import IO, Any, NamedTuple, Self
 from experiments import ROOT
 from experiments.tasks import DONE, FAILED, UNFINISHED, Row, Task
 from experiments.turns import as_one_of_several
-from rekindle.cli.sweep_case import write_atomically
+from rekindle.studies.sweep_case import write_atomically
 
 Answer = dict[str, Any]
 _REQUEST, _ANSWER = "request.json", "answer.json"

@@ -6,16 +6,16 @@ import dataclasses
 
 import pytest
 import torch
-from square_step import square_step
-from tiny_step import MIB, PEAK_BYTES, tiny_plan, tiny_step
+from support.square_step import square_step
+from support.tiny_step import MIB, PEAK_BYTES, tiny_plan, tiny_step
 from torch import nn
 
 import rekindle
-from rekindle.core.cost import Profile
-from rekindle.core.ir import StepGraph
-from rekindle.core.schedule import Plan
+from rekindle.core.cost.profile import Profile
+from rekindle.core.graph.graph import StepGraph
+from rekindle.core.graph.schedule import Plan
 from rekindle.errors import UnitError
-from rekindle.plan import PLANNERS
+from rekindle.planners.registry import PLANNERS
 
 GRAPH, PROFILE, PLAIN = tiny_step()
 

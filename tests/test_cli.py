@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import check_refused, run
+from support.commands import check_refused, run
 
 import rekindle
 from rekindle import cli, models

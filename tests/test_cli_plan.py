@@ -8,15 +8,15 @@ import re
 from pathlib import Path
 
 import pytest
-from commands import run
-from tiny_step import ABOUT, PEAK_BYTES, tiny_plan, tiny_step
+from support.commands import run
+from support.tiny_step import ABOUT, PEAK_BYTES, tiny_plan, tiny_step
 
-from rekindle.core.cost import Profile
-from rekindle.core.ir import StepGraph
-from rekindle.core.schedule import Plan
-from rekindle.core.serial import load_plan, save_profile
+from rekindle.core.cost.profile import Profile
+from rekindle.core.graph.graph import StepGraph
+from rekindle.core.graph.schedule import Plan
+from rekindle.core.graph.serial import load_plan, save_profile
 from rekindle.errors import InfeasibleBudget
-from rekindle.plan import PLANNERS
+from rekindle.planners.registry import PLANNERS
 
 MEASURED = Path(__file__).parents[1] / "benchmarks" / "profiles"
 LEAST = PEAK_BYTES - 1000

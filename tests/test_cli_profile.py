@@ -8,10 +8,10 @@ import json
 from pathlib import Path
 
 import pytest
-from commands import check_refused, run
-from tiny_step import ABOUT, PEAK_BYTES, tiny_step
+from support.commands import check_refused, run
+from support.tiny_step import ABOUT, PEAK_BYTES, tiny_step
 
-from rekindle.core.serial import load_profile, save_profile
+from rekindle.core.graph.serial import load_profile, save_profile
 
 
 @pytest.fixture

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from commands import run
-from tiny_step import ABOUT, tiny_step
+from support.commands import run
+from support.tiny_step import ABOUT, tiny_step
 
 import rekindle
-from rekindle import arrange
-from rekindle.cli import work
-from rekindle.core.serial import load_plan, save_profile
+from rekindle import pipeline
+from rekindle.core.graph.serial import load_plan, save_profile
+from rekindle.studies import model_runs
 
 # Deep enough for a planner to find something to drop, and random, so that a copy could differ.
 TRAIN = """
@@ -86,7 +86,7 @@ def in_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Profiles are kept in that folder, too: what is measured once is measured for all tests."""
     monkeypatch.chdir(folder)
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-    monkeypatch.setattr(arrange, "_QUICK_US", 0.0)
+    monkeypatch.setattr(pipeline, "_QUICK_US", 0.0)
 
 
 def run_as_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
@@ -177,7 +177,7 @@ def test_on_a_gpu_both_trainings_are_deterministic_and_the_setting_is_put_back(
     assert run_as_json(capsys, "train.py:make", *WITHIN)[1]["is_deterministic"] is False
     monkeypatch.setattr(torch.nn.Parameter, "is_cuda", True, raising=False)
     seen: list[bool] = []
-    compare = work.compare
+    compare = model_runs.compare
 
     def looking(make: Any, *args: Any, **options: Any) -> Any:
         make()
@@ -185,7 +185,7 @@ def test_on_a_gpu_both_trainings_are_deterministic_and_the_setting_is_put_back(
         monkeypatch.delattr(torch.nn.Parameter, "is_cuda")
         return compare(make, *args, **options)
 
-    monkeypatch.setattr(work, "compare", looking)
+    monkeypatch.setattr(model_runs, "compare", looking)
     code, out, _ = run(capsys, "run", "train.py:make", *WITHIN)
     assert code == 0
     assert out.splitlines()[0] == "train.py:make: batch 256, fp32, on cpu, deterministic"
@@ -363,14 +363,14 @@ def test_a_parameter_that_differs_is_named(
 def test_a_peak_above_the_budget_is_told(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compare = work.compare
+    compare = model_runs.compare
 
     def too_much(*args: Any, **options: Any) -> Any:
         found = compare(*args, **options)
         assert found.budget_bytes is not None
         return dataclasses.replace(found, captured_peak_bytes=found.budget_bytes + 2048)
 
-    monkeypatch.setattr(work, "compare", too_much)
+    monkeypatch.setattr(model_runs, "compare", too_much)
     code, out, _ = run(capsys, "run", "train.py:make", *WITHIN)
     assert code == 1
     assert "the peak 2.00 KiB above it" in out
@@ -430,7 +430,7 @@ def test_without_a_deterministic_algorithm_it_starts_again(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch refuses such an operator in the strict mode, and warns in the other."""
-    compare = work.compare
+    compare = model_runs.compare
     modes: list[bool] = []
 
     def refusing(make: Any, *args: Any, **options: Any) -> Any:
@@ -442,6 +442,6 @@ def test_without_a_deterministic_algorithm_it_starts_again(
             raise RuntimeError("this_op does not have a deterministic implementation, but …")
         return compare(make, *args, **options)
 
-    monkeypatch.setattr(work, "compare", refusing)
+    monkeypatch.setattr(model_runs, "compare", refusing)
     code, _, _ = run(capsys, "run", "train.py:make", *WITHIN)
     assert (code, modes) == (0, [False, True])

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import commands
 import pytest
-from tiny_step import ABOUT, tiny_step
+from support import commands
+from support.tiny_step import ABOUT, tiny_step
 
-from rekindle.cli import schemes as command
-from rekindle.core.serial import save_profile
-from rekindle.schemes import SCHEMES
+from rekindle.cli import schemes_command as command
+from rekindle.core.graph.serial import save_profile
+from rekindle.studies.schemes import SCHEMES
 
 NAMES = [scheme.name for scheme in SCHEMES]
 

@@ -11,16 +11,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import commands
 import pytest
 import torch
+from support import commands
 from torch import nn
 
-from rekindle.cli import peers, sweep
-from rekindle.cli.peers import checkpoint_every_block, repeated_blocks
-from rekindle.cli.sweep_case import Case, run_case, write_atomically
+from rekindle.cli import sweep_command
 from rekindle.errors import ModelError
 from rekindle.report import sweep_figures
+from rekindle.studies import peers
+from rekindle.studies.peers import checkpoint_every_block, repeated_blocks
+from rekindle.studies.sweep_case import Case, run_case, write_atomically
 
 HERE = sys.modules[__name__]
 
@@ -112,7 +113,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> list[Case]:
         found: dict[str, Any] = json.loads(target.read_text())
         return found
 
-    monkeypatch.setattr(sweep, "run_alone", run_here)
+    monkeypatch.setattr(sweep_command, "run_alone", run_here)
     return ran
 
 
@@ -212,7 +213,10 @@ def test_peers(
         ("planned", "50%"),
         ("checkpoint", None),
     ]
-    assert settings[4:] == [("compile", None), *(("compile", each) for each in sweep.SHARES)]
+    assert settings[4:] == [
+        ("compile", None),
+        *(("compile", each) for each in sweep_command.SHARES),
+    ]
     assert {case.engine for case in in_this_process} == {None, "auto"}
 
 
@@ -259,10 +263,14 @@ def test_a_shortage_is_recognised(function: str, kind: str) -> None:
 
 def test_a_process_that_dies() -> None:
     Path("cases").mkdir()
-    killed = sweep.run_alone(Case("train.py:doomed", 8, "plain", steps=1), Path("cases/a.json"))
+    killed = sweep_command.run_alone(
+        Case("train.py:doomed", 8, "plain", steps=1), Path("cases/a.json")
+    )
     assert (killed["status"], killed["kind"]) == ("out of memory", "killed")
     assert json.loads(Path("cases/a.json").read_text()) == killed
-    crashed = sweep.run_alone(Case("train.py:crashing", 8, "plain", steps=1), Path("cases/b.json"))
+    crashed = sweep_command.run_alone(
+        Case("train.py:crashing", 8, "plain", steps=1), Path("cases/b.json")
+    )
     assert (crashed["status"], crashed["kind"]) == ("failed", "exit code 3")
     assert "something is wrong here" in crashed["message"]
 

@@ -51,9 +51,9 @@ RULES = (
     Rule(
         "core and plan are the lowest layers",
         ABOVE_PLAN,
-        inside=("rekindle.core", "rekindle.plan"),
+        inside=("rekindle.core", "rekindle.planners"),
     ),
-    Rule("fx and plan never import each other", ("rekindle.plan",), inside=("rekindle.fx",)),
+    Rule("fx and plan never import each other", ("rekindle.planners",), inside=("rekindle.fx",)),
     Rule("the report does not import fx", ("rekindle.fx",), inside=("rekindle.report",)),
     Rule(
         "only the command line imports the models",
@@ -79,8 +79,8 @@ def violations(sources: Mapping[str, str]) -> list[str]:
     A package's own file is named with its `__init__`, so that relative imports can be resolved:
 
     >>> violations({"rekindle.core.__init__": "from ..fx import lift"})
-    ['rekindle.core.__init__:1 imports rekindle.fx.lift: core and plan are the lowest layers']
-    >>> violations({"rekindle.fx.lift": "from ..core import ir"})
+    ['rekindle.core.__init__:1 imports rekindle.tracing.lift: core and plan are the lowest layers']
+    >>> violations({"rekindle.tracing.lift": "from ..core import ir"})
     []
     """
     modules = {name.removesuffix(".__init__") for name in sources}
@@ -126,9 +126,9 @@ def _under(name: str, prefixes: tuple[str, ...]) -> bool:
 
 def _reaches_front(found: Import, modules: set[str]) -> bool:
     """Whether core or plan imports `rekindle` itself or a name from it that is no module."""
-    in_package = {*modules, "rekindle.core", "rekindle.plan", *ABOVE_PLAN} - {"rekindle"}
+    in_package = {*modules, "rekindle.core", "rekindle.planners", *ABOVE_PLAN} - {"rekindle"}
     return (
-        _under(found.module, ("rekindle.core", "rekindle.plan"))
+        _under(found.module, ("rekindle.core", "rekindle.planners"))
         and (found.target == "rekindle" or found.target.rpartition(".")[0] == "rekindle")
         and found.target not in in_package
     )
@@ -143,7 +143,7 @@ def _source_tree() -> dict[str, str]:
 
 def test_the_source_tree_keeps_the_rules() -> None:
     sources = _source_tree()
-    assert "rekindle.core.ir" in sources
+    assert "rekindle.core.graph.graph" in sources
     assert violations(sources) == []
 
 
@@ -155,25 +155,33 @@ def test_every_module_can_be_read_in_one_sitting() -> None:
 @pytest.mark.parametrize(
     ("module", "source", "target"),
     [
-        ("rekindle.core.ir", "import torch", "torch"),
-        ("rekindle.core.ir", "import torch.nn as nn", "torch.nn"),
-        ("rekindle.core.ir", "def f():\n    from torch import Tensor", "torch.Tensor"),
-        ("rekindle.core.ir", "if TYPE_CHECKING:\n    import torch", "torch"),
-        ("rekindle.core.ir", "async def f():\n    import torchvision", "torchvision"),
-        ("rekindle.core.ir", "import importlib\nimportlib.import_module('torch')", "torch"),
-        ("rekindle.core.ir", "__import__('torch')", "torch"),
-        ("rekindle.core.ir", "from rekindle.fx.ops import facts", "rekindle.fx.ops.facts"),
-        ("rekindle.core.ir", "from ..report import html", "rekindle.report.html"),
-        ("rekindle.core.ir", "import rekindle", "rekindle"),
-        ("rekindle.core.ir", "from rekindle import optimize", "rekindle.optimize"),
+        ("rekindle.core.graph.graph", "import torch", "torch"),
+        ("rekindle.core.graph.graph", "import torch.nn as nn", "torch.nn"),
+        ("rekindle.core.graph.graph", "def f():\n    from torch import Tensor", "torch.Tensor"),
+        ("rekindle.core.graph.graph", "if TYPE_CHECKING:\n    import torch", "torch"),
+        ("rekindle.core.graph.graph", "async def f():\n    import torchvision", "torchvision"),
+        (
+            "rekindle.core.graph.graph",
+            "import importlib\nimportlib.import_module('torch')",
+            "torch",
+        ),
+        ("rekindle.core.graph.graph", "__import__('torch')", "torch"),
+        (
+            "rekindle.core.graph.graph",
+            "from rekindle.tracing.operators import facts",
+            "rekindle.tracing.operators.facts",
+        ),
+        ("rekindle.core.graph.graph", "from ..report import html", "rekindle.report.html"),
+        ("rekindle.core.graph.graph", "import rekindle", "rekindle"),
+        ("rekindle.core.graph.graph", "from rekindle import optimize", "rekindle.optimize"),
         ("rekindle.core.__init__", "from .. import api", "rekindle.api"),
-        ("rekindle.plan.greedy", "import torch", "torch"),
-        ("rekindle.plan.greedy", "from rekindle import cli", "rekindle.cli"),
-        ("rekindle.plan.greedy", "from ..fx import lift", "rekindle.fx.lift"),
-        ("rekindle.plan.__init__", "from ..fx import lift", "rekindle.fx.lift"),
-        ("rekindle.fx.lift", "from ..plan import PLANNERS", "rekindle.plan.PLANNERS"),
-        ("rekindle.fx.lift", "import rekindle.plan", "rekindle.plan"),
-        ("rekindle.report.html", "from rekindle.fx import lift", "rekindle.fx.lift"),
+        ("rekindle.planners.greedy", "import torch", "torch"),
+        ("rekindle.planners.greedy", "from rekindle import cli", "rekindle.cli"),
+        ("rekindle.planners.greedy", "from ..fx import lift", "rekindle.tracing.lift"),
+        ("rekindle.planners.__init__", "from ..fx import lift", "rekindle.tracing.lift"),
+        ("rekindle.tracing.lift", "from ..plan import PLANNERS", "rekindle.planners.PLANNERS"),
+        ("rekindle.tracing.lift", "import rekindle.planners", "rekindle.planners"),
+        ("rekindle.report.html", "from rekindle.fx import lift", "rekindle.tracing.lift"),
         ("rekindle.report.html", "def f():\n    import torch", "torch"),
         ("rekindle.api", "from .models import zoo", "rekindle.models.zoo"),
         ("rekindle.__init__", "from . import models", "rekindle.models"),
@@ -181,8 +189,12 @@ def test_every_module_can_be_read_in_one_sitting() -> None:
         ("rekindle.units", "import torch", "torch"),
         ("rekindle.report.html", "import plotly.graph_objects", "plotly.graph_objects"),
         ("rekindle.report.figures", "try: ...\nfinally:\n    import matplotlib", "matplotlib"),
-        ("rekindle.models.vision", "class A:\n    import torchvision", "torchvision"),
-        ("rekindle.models.text", "from transformers import GPT2Config", "transformers.GPT2Config"),
+        ("rekindle.models.zoo.vision", "class A:\n    import torchvision", "torchvision"),
+        (
+            "rekindle.models.zoo.text",
+            "from transformers import GPT2Config",
+            "transformers.GPT2Config",
+        ),
     ],
 )
 def test_a_broken_rule_is_named(module: str, source: str, target: str) -> None:
@@ -194,15 +206,18 @@ def test_a_broken_rule_is_named(module: str, source: str, target: str) -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("rekindle.core.ir", "import numpy\nfrom . import roles\nfrom .roles import Role"),
-        ("rekindle.core.ir", "import torchless"),
-        ("rekindle.plan.greedy", "from ..core.ir import StepGraph\nfrom rekindle.core import ir"),
-        ("rekindle.plan.greedy", "from scipy.optimize import milp"),
-        ("rekindle.fx.lift", "import torch\nfrom ..core import ir"),
+        ("rekindle.core.graph.graph", "import numpy\nfrom . import roles\nfrom .roles import Role"),
+        ("rekindle.core.graph.graph", "import torchless"),
+        (
+            "rekindle.planners.greedy",
+            "from ..core.ir import StepGraph\nfrom rekindle.core import ir",
+        ),
+        ("rekindle.planners.greedy", "from scipy.optimize import milp"),
+        ("rekindle.tracing.lift", "import torch\nfrom ..core import ir"),
         ("rekindle.api", "import torch\nfrom . import fx, plan\nfrom .report import html"),
         ("rekindle.__init__", "from .api import optimize"),
         ("rekindle.cli", "from .models import zoo\nimport torch"),
-        ("rekindle.models.vision", "import torch\ndef f():\n    import torchvision"),
+        ("rekindle.models.zoo.vision", "import torch\ndef f():\n    import torchvision"),
         ("rekindle.models.__init__", "from rekindle.models import vision"),
         ("rekindle.report.html", "def f():\n    from plotly import graph_objects"),
     ],
@@ -213,4 +228,4 @@ def test_a_kept_rule_is_not_reported(module: str, source: str) -> None:
 
 def test_a_known_module_beside_the_layers_is_not_the_front() -> None:
     source = "from ..errors import PlanError\nfrom rekindle import errors"
-    assert violations({"rekindle.core.ir": source, "rekindle.errors": ""}) == []
+    assert violations({"rekindle.core.graph.graph": source, "rekindle.errors": ""}) == []

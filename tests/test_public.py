@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -107,39 +104,6 @@ def test_every_error_is_a_rekindle_error() -> None:
         assert issubclass(getattr(rekindle, name), rekindle.PlanError)
 
 
-@pytest.mark.parametrize(
-    "first",
-    [
-        "import rekindle",
-        "import rekindle.plan",
-        "import rekindle.plan.lower",
-        "from rekindle.plan import PLANNERS",
-        "from rekindle.plan.simple import plan_none",
-        "import rekindle.api",
-    ],
-)
-def test_plan_is_the_verb_whatever_is_imported_first(first: str) -> None:
-    """`rekindle.plan` is a function beside a package of the same name, which can be imported."""
-    code = (
-        f"{first}\n"
-        "import rekindle\n"
-        "from rekindle.plan import PLANNERS, lower\n"
-        "from rekindle.plan.curve import trade_off\n"
-        "import importlib, rekindle.plan.result\n"
-        "assert rekindle.plan is rekindle.api.plan, rekindle.plan\n"
-        "assert 'none' in PLANNERS and lower.lower\n"
-        "assert importlib.import_module('rekindle.plan').PLANNERS is PLANNERS\n"
-    )
-    path = str(Path(rekindle.__file__).parents[1])
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        env={"PYTHONPATH": path, "PATH": ""},
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_plan_is_the_verb_here() -> None:
+def test_plan_is_the_verb() -> None:
     assert rekindle.plan is rekindle.api.plan
+    assert rekindle.max_batch is rekindle.largest_batch.max_batch

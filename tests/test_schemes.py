@@ -7,17 +7,24 @@ from functools import cache, partial
 
 import pytest
 import torch
-from hand_made import BACKWARD, FORWARD, UPDATE, Call, step, storages
+from support.hand_made import BACKWARD, FORWARD, UPDATE, Call, step, storages
 from torch import nn
 
 import rekindle
-from rekindle.core.cost import Profile
-from rekindle.core.ir import Role, StepGraph
-from rekindle.models import small
-from rekindle.models.families import FAMILIES
-from rekindle.models.registry import build_spec
+from rekindle.core.cost.profile import Profile
+from rekindle.core.graph.graph import Role, StepGraph
 from rekindle.models.workload import ModelSpec, Workload
-from rekindle.schemes import SCHEMES, Estimate, _with_roles, estimate, forecast_bytes, growth
+from rekindle.models.zoo import small
+from rekindle.models.zoo.catalog import build_spec
+from rekindle.models.zoo.families import FAMILIES
+from rekindle.studies.schemes import (
+    SCHEMES,
+    Estimate,
+    _with_roles,
+    estimate,
+    forecast_bytes,
+    growth,
+)
 
 LENGTHS = (12, 32, 80)
 
@@ -133,6 +140,9 @@ def test_a_forecast_counts_what_the_step_makes() -> None:
         calls=[Call(FORWARD, [0], [1]), Call(FORWARD, [1], [2])],
         outputs=[2],
     )
-    costs = (rekindle.core.cost.OpCost(1.0), rekindle.core.cost.OpCost(1.0, workspace_bytes=5))
+    costs = (
+        rekindle.core.cost.profile.OpCost(1.0),
+        rekindle.core.cost.profile.OpCost(1.0, workspace_bytes=5),
+    )
     profile = Profile("cpu", graph.fingerprint, costs, overhead_bytes=1000)
     assert forecast_bytes(graph, profile) == 40 + 7 + 5

@@ -6,10 +6,10 @@ from typing import Any
 
 import rekindle
 from rekindle import models
-from rekindle.core.devices import find_device
-from rekindle.core.roofline import analytic_profile
-from rekindle.core.scaling import Growth, Sized
-from rekindle.core.simulate import simulate
+from rekindle.core.cost.batch_scaling import Growth, Sized
+from rekindle.core.cost.devices import find_device
+from rekindle.core.cost.roofline import analytic_profile
+from rekindle.core.graph.simulate import simulate
 from rekindle.report.fit_report import fit_data
 from rekindle.report.summary import peak_of
 

@@ -18,10 +18,10 @@ import rekindle
 from experiments.kinds.work import built, figures, parts_of, plainly, settle
 from experiments.tasks import DONE, UNFINISHED
 from rekindle import models
-from rekindle.core.cost import Profile
-from rekindle.core.ir import StepGraph
+from rekindle.core.cost.profile import Profile
+from rekindle.core.graph.graph import StepGraph
 from rekindle.errors import InfeasibleBudget, PlanError
-from rekindle.fx.measure import device_name
+from rekindle.measuring.measure import device_name
 
 _MARGIN = 0.005  # what `optimize` leaves below a budget
 NO_TIME = "no time was left"

@@ -7,14 +7,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rekindle.cli import schemes
+from rekindle.cli import schemes_command
 
 
 def compare_schemes(settings: dict[str, Any], before: object, save: object) -> dict[str, Any]:
     """All schemes on a family of models: estimated, and run where they are to be measured."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "schemes.json"
-        schemes.compare_schemes(
+        schemes_command.compare_schemes(
             settings["family"],
             sizes=",".join(str(size) for size in settings["sizes"]),
             measure=settings["measure"],

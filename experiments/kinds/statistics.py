@@ -10,11 +10,11 @@ import torch
 
 import rekindle
 from experiments.kinds.work import built, parts_of, plainly
-from rekindle.core.cost import Profile
-from rekindle.core.ir import StepGraph
-from rekindle.core.liveness import Lifetime
-from rekindle.core.simulate import Trace
-from rekindle.fx.measure import device_name
+from rekindle.core.cost.profile import Profile
+from rekindle.core.graph.graph import StepGraph
+from rekindle.core.graph.liveness import Lifetime
+from rekindle.core.graph.simulate import Trace
+from rekindle.measuring.measure import device_name
 from rekindle.report.summary import Activation, Part, Peak, Summary, Work, summarize
 
 MOST_KINDS = 10

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rekindle import models
-from rekindle.fx.timing import Measurement, measure, tensors_around
+from rekindle.measuring.timing import Measurement, measure, tensors_around
 
 Parts = tuple[Any, Any, Any, Any]
 _WARM_UP = 2

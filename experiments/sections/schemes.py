@@ -8,7 +8,7 @@ from experiments.page import ABSENT, Page, not_measured, paragraphs, shown, tabl
 from rekindle.report.schemes_figures import write_schemes_png
 from rekindle.report.schemes_report import growth_in_words
 from rekindle.report.words import percent
-from rekindle.schemes import SCHEMES, Estimate, Measured, SizeResult, Study
+from rekindle.studies.schemes import SCHEMES, Estimate, Measured, SizeResult, Study
 from rekindle.units import format_bytes
 
 Found = dict[str, Any]

@@ -7,7 +7,7 @@ from typing import Any
 
 from experiments import drawing
 from experiments.page import ABSENT, Page, not_measured, paragraphs, table, title_of
-from rekindle.core.ir import Role
+from rekindle.core.graph.graph import Role
 from rekindle.report.figures import GREY, new_figure
 from rekindle.report.palette import MARKERS, ORDER, SERIES, colour
 from rekindle.report.words import percent

@@ -3,11 +3,12 @@
 from typing import TYPE_CHECKING, Any
 
 from rekindle.api import capture, layout, optimize, plan, profile, simulate, verify
-from rekindle.core.devices import Device, add_device
-from rekindle.core.fit import LargestBatch
-from rekindle.core.layout import Layout
-from rekindle.core.schedule import Plan
-from rekindle.core.serial import load_plan, save_plan
+from rekindle.core.cost.batch_search import LargestBatch
+from rekindle.core.cost.devices import Device, add_device
+from rekindle.core.graph.schedule import Plan
+from rekindle.core.graph.serial import load_plan, save_plan
+from rekindle.core.memory.layout import Layout
+from rekindle.engines.captured_step import CapturedStep
 from rekindle.errors import (
     CaptureError,
     InfeasibleBudget,
@@ -19,9 +20,8 @@ from rekindle.errors import (
     RekindleError,
     RewriteError,
 )
-from rekindle.fit import max_batch
-from rekindle.fx.step import CapturedStep
-from rekindle.train import TrainStep
+from rekindle.largest_batch import max_batch
+from rekindle.train_step import TrainStep
 
 if TYPE_CHECKING:
     from rekindle.dynamo import compile

@@ -11,23 +11,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from rekindle.arrange import Arranger, measured_profile
-from rekindle.core.comparison import Comparison
-from rekindle.core.cost import Profile
-from rekindle.core.devices import Device, find_device
-from rekindle.core.ir import StepGraph
-from rekindle.core.layout import Layout
-from rekindle.core.layout import layout as lay_out
-from rekindle.core.layout_check import check_layout
-from rekindle.core.roofline import analytic_profile
-from rekindle.core.schedule import Plan
-from rekindle.core.simulate import Trace
-from rekindle.core.simulate import simulate as simulate_step
+from rekindle.core.cost.devices import Device, find_device
+from rekindle.core.cost.profile import Profile
+from rekindle.core.cost.roofline import analytic_profile
+from rekindle.core.graph.comparison import Comparison
+from rekindle.core.graph.graph import StepGraph
+from rekindle.core.graph.schedule import Plan
+from rekindle.core.graph.simulate import Trace
+from rekindle.core.graph.simulate import simulate as simulate_step
+from rekindle.core.memory.layout import Layout
+from rekindle.core.memory.layout import layout as lay_out
+from rekindle.core.memory.layout_check import check_layout
+from rekindle.engines.captured_step import CapturedStep
 from rekindle.errors import PlanError, ProfileError
-from rekindle.fx.compare import compare
-from rekindle.fx.step import CapturedStep
-from rekindle.plan.named import find_planner
-from rekindle.train import TrainStep
+from rekindle.measuring.bitwise_compare import compare
+from rekindle.pipeline import Arranger, measured_profile
+from rekindle.planners.registry import find_planner
+from rekindle.train_step import TrainStep
 from rekindle.units import parse_budget
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hand_made import BACKWARD, FORWARD, LOSS, UPDATE, Call, step, storages
+from support.hand_made import BACKWARD, FORWARD, LOSS, UPDATE, Call, step, storages
 
-from rekindle.core.dataflow import dataflow, is_state_free
-from rekindle.core.ir import Op, Role, StepGraph
+from rekindle.core.graph.dataflow import dataflow, is_state_free
+from rekindle.core.graph.graph import Op, Role, StepGraph
 
 # Storages and values 0 x, 1 w, 2 state; 3 hidden, changed in place by op 2 and looked at by op 3
 # (value 5, storage 3); value 4 is storage 4; value 6 the loss, storage 5.

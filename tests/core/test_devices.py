@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import rekindle
-from rekindle.core import devices
-from rekindle.core.devices import Device, add_device, find_device, known_devices
+from rekindle.core.cost import devices
+from rekindle.core.cost.devices import Device, add_device, find_device, known_devices
 from rekindle.errors import ProfileError
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rekindle.core.grouping import Groups
+from rekindle.core.rewrite.grouping import Groups
 
 Needs = list[set[int]]
 

@@ -7,13 +7,18 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
-from hand_made import BACKWARD, FORWARD, LOSS, UPDATE, Call, profile_of, step, storages
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan.random_steps import steps
+from support.hand_made import BACKWARD, FORWARD, LOSS, UPDATE, Call, profile_of, step, storages
+from support.random_steps import steps
 
-from rekindle.core.cost import Profile
-from rekindle.core.improve import (
+from rekindle.core.cost.profile import Profile
+from rekindle.core.graph.graph import Op, Phase, Role, StepGraph
+from rekindle.core.graph.liveness import analyze
+from rekindle.core.graph.schedule import check
+from rekindle.core.graph.simulate import simulate
+from rekindle.core.memory.layout import schedule_of
+from rekindle.core.rewrite.improve import (
     TOGETHER_TARGET,
     UPDATE_TARGET,
     Update,
@@ -22,14 +27,9 @@ from rekindle.core.improve import (
     update_early,
     write_in_place,
 )
-from rekindle.core.ir import Op, Phase, Role, StepGraph
-from rekindle.core.layout import schedule_of
-from rekindle.core.liveness import analyze
-from rekindle.core.schedule import check
-from rekindle.core.simulate import simulate
-from rekindle.plan.lower import choices
-from rekindle.plan.problem import problem_of
-from rekindle.plan.result import finish
+from rekindle.planners.finish import finish
+from rekindle.planners.lowering import choices
+from rekindle.planners.problem import problem_of
 
 MIB = 1 << 20
 

@@ -7,24 +7,24 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hand_made import FORWARD, Call, step, storages
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan.random_steps import random_step, steps
+from support.hand_made import FORWARD, Call, step, storages
+from support.random_steps import random_step, steps
 from torch import nn, ones, optim
 
 import rekindle
 from rekindle import models
-from rekindle.core.arena import least_bytes, pack
-from rekindle.core.cost import Profile
-from rekindle.core.ir import Role, StepGraph
-from rekindle.core.layout import Layout, Piece, layout
-from rekindle.core.layout_check import check_layout
-from rekindle.core.schedule import Plan
+from rekindle.core.cost.profile import Profile
+from rekindle.core.graph.graph import Role, StepGraph
+from rekindle.core.graph.schedule import Plan
+from rekindle.core.memory.layout import Layout, Piece, layout
+from rekindle.core.memory.layout_check import check_layout
+from rekindle.core.memory.packing import least_bytes, pack
 from rekindle.errors import InfeasibleBudget, InvalidLayout
-from rekindle.plan.lower import choices
-from rekindle.plan.problem import problem_of
-from rekindle.plan.result import finish
+from rekindle.planners.finish import finish
+from rekindle.planners.lowering import choices
+from rekindle.planners.problem import problem_of
 
 KIB = 1024
 
@@ -35,7 +35,7 @@ def element_wise(graph: StepGraph) -> StepGraph:
     def bytes_of(value: int) -> int:
         return graph.storages[graph.values[value].storage].nbytes
 
-    def inputs_alike(op: rekindle.core.ir.Op) -> tuple[int, ...]:
+    def inputs_alike(op: rekindle.core.graph.graph.Op) -> tuple[int, ...]:
         if len(op.outputs) != 1 or op.is_view or op.mutates:
             return ()
         used = [graph.values[value].storage for value in op.inputs]

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from hand_made import BACKWARD, FORWARD, LOSS, UPDATE, Call, profile_of, step, storages
+from support.hand_made import BACKWARD, FORWARD, LOSS, UPDATE, Call, profile_of, step, storages
 from torch import nn
 
 import rekindle
-from rekindle.core.ir import Role, StepGraph
-from rekindle.core.liveness import Lifetime, analyze
+from rekindle.core.graph.graph import Role, StepGraph
+from rekindle.core.graph.liveness import Lifetime, analyze
 
 # Storages 0 x, 1 w, 2 hidden, 3 activation, 4 loss, 5 its gradient, 6 the weight's gradient;
 # values have the same numbers.

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from hand_made import one_op
+from support.hand_made import one_op
 from torch import nn
 
 import rekindle
-from rekindle.core import roofline
-from rekindle.core.devices import Device
-from rekindle.core.ir import Phase, Role, StepGraph
-from rekindle.core.ops import op_name
-from rekindle.core.roofline import Kind, analytic_profile, bytes_moved, kind_of
+from rekindle.core.cost import roofline
+from rekindle.core.cost.devices import Device
+from rekindle.core.cost.roofline import Kind, analytic_profile, bytes_moved, kind_of
+from rekindle.core.graph.graph import Phase, Role, StepGraph
+from rekindle.core.graph.op_names import op_name
 
 D, H, K, N = 7, 11, 5, 13  # features, hidden, classes, batch: primes, so that no sum hides another
 

@@ -7,20 +7,20 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import pytest
-from hand_made import BACKWARD, FORWARD, LOSS, UPDATE, Call, profile_of, step, storages
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan.random_steps import steps
+from support.hand_made import BACKWARD, FORWARD, LOSS, UPDATE, Call, profile_of, step, storages
+from support.random_steps import steps
 
-from rekindle.core.cost import Profile
-from rekindle.core.dataflow import dataflow
-from rekindle.core.ir import Role, StepGraph
-from rekindle.core.schedule import Compute, Free, Instruction, Schedule, check
-from rekindle.core.simulate import simulate
+from rekindle.core.cost.profile import Profile
+from rekindle.core.graph.dataflow import dataflow
+from rekindle.core.graph.graph import Role, StepGraph
+from rekindle.core.graph.schedule import Compute, Free, Instruction, Schedule, check
+from rekindle.core.graph.simulate import simulate
 from rekindle.errors import InvalidSchedule, PlanError
-from rekindle.plan.lower import Choices, Lowered, choices, lower, to_schedule
-from rekindle.plan.problem import problem_of
-from rekindle.plan.simple import plan_none
+from rekindle.planners.baselines.simple import plan_none
+from rekindle.planners.lowering import Choices, Lowered, choices, lower, to_schedule
+from rekindle.planners.problem import problem_of
 
 # Storages and values: 0 x, 1 w, 2 count, 3 hidden, 4 activation, 5 loss, 6 its gradient, 7 the
 # weight's. Op 0 makes 3; op 1 makes 4 of it and draws random numbers, as does op 2, which counts.

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from hand_made import profile_of
-from tiny_step import ABOUT, tiny_graph, tiny_profile, tiny_step
+from support.hand_made import profile_of
+from support.tiny_step import ABOUT, tiny_graph, tiny_profile, tiny_step
 
 import rekindle
-from rekindle.core.cost import OpCost, Profile
-from rekindle.core.ir import Source, StepGraph
-from rekindle.core.serial import (
+from rekindle.core.cost.profile import OpCost, Profile
+from rekindle.core.graph.graph import Source, StepGraph
+from rekindle.core.graph.serial import (
     graph_from_json,
     graph_to_json,
     load_profile,
@@ -25,7 +25,7 @@ from rekindle.core.serial import (
     profile_to_json,
     save_profile,
 )
-from rekindle.core.simulate import simulate
+from rekindle.core.graph.simulate import simulate
 from rekindle.errors import ProfileError
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_step import ABOUT, tiny_plan, tiny_step
+from support.tiny_step import ABOUT, tiny_plan, tiny_step
 
-from rekindle.core.serial import (
+from rekindle.core.graph.serial import (
     load_plan,
     load_profile,
     plan_to_json,
@@ -19,7 +19,7 @@ from rekindle.core.serial import (
     save_profile,
 )
 from rekindle.errors import PlanError
-from rekindle.plan import PLANNERS
+from rekindle.planners.registry import PLANNERS
 
 MEASURED = Path(__file__).parents[2] / "benchmarks" / "profiles"
 

@@ -7,17 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hand_made import BACKWARD, FORWARD, LOSS, UPDATE, Call, profile_of, step, storages
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_step import MIB, OVERHEAD_BYTES, PEAK_BYTES, tiny_step
+from support.hand_made import BACKWARD, FORWARD, LOSS, UPDATE, Call, profile_of, step, storages
+from support.tiny_step import MIB, OVERHEAD_BYTES, PEAK_BYTES, tiny_step
 from torch import nn
 
 import rekindle
-from rekindle.core.allocator import allocated_bytes
-from rekindle.core.cost import Profile
-from rekindle.core.ir import Phase, Role, StepGraph
-from rekindle.core.simulate import ROLES, Trace, main_device, simulate
+from rekindle.core.cost.allocator import allocated_bytes
+from rekindle.core.cost.profile import Profile
+from rekindle.core.graph.graph import Phase, Role, StepGraph
+from rekindle.core.graph.simulate import ROLES, Trace, main_device, simulate
 from rekindle.errors import ProfileError
 
 # Values are numbered as their storages.

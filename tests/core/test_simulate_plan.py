@@ -9,17 +9,17 @@ from time import perf_counter
 
 import numpy as np
 import pytest
-from tiny_step import MIB, OVERHEAD_BYTES, tiny_plan, tiny_step
+from support.tiny_step import MIB, OVERHEAD_BYTES, tiny_plan, tiny_step
 
-from rekindle.core.cost import Profile
-from rekindle.core.ir import Role, StepGraph
-from rekindle.core.schedule import Compute, Free, Plan
-from rekindle.core.serial import load_profile
-from rekindle.core.simulate import ROLES, simulate
+from rekindle.core.cost.profile import Profile
+from rekindle.core.graph.graph import Role, StepGraph
+from rekindle.core.graph.schedule import Compute, Free, Plan
+from rekindle.core.graph.serial import load_profile
+from rekindle.core.graph.simulate import ROLES, simulate
 from rekindle.errors import InvalidSchedule, PlanError
-from rekindle.plan import PLANNERS
-from rekindle.plan.lower import Choices, choices, lower, to_schedule
-from rekindle.plan.problem import problem_of
+from rekindle.planners.lowering import Choices, choices, lower, to_schedule
+from rekindle.planners.problem import problem_of
+from rekindle.planners.registry import PLANNERS
 
 MEASURED = Path(__file__).parents[2] / "benchmarks" / "profiles"
 

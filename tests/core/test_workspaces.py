@@ -5,17 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hand_made import one_op
+from support.hand_made import one_op
 
-from rekindle.core.cost import Profile
-from rekindle.core.devices import find_device
-from rekindle.core.ir import Op, StepGraph
-from rekindle.core.ops import op_name
-from rekindle.core.roofline import analytic_profile
-from rekindle.core.serial import load_profile
-from rekindle.core.workspaces import workspace_bytes
+from rekindle.core.cost.devices import find_device
+from rekindle.core.cost.profile import Profile
+from rekindle.core.cost.roofline import analytic_profile
+from rekindle.core.cost.workspaces import workspace_bytes
+from rekindle.core.graph.graph import Op, StepGraph
+from rekindle.core.graph.op_names import op_name
+from rekindle.core.graph.serial import load_profile
 from rekindle.errors import InfeasibleBudget
-from rekindle.plan.auto import plan_auto
+from rekindle.planners.auto import plan_auto
 
 PROFILES = Path(__file__).parents[2] / "benchmarks" / "profiles"
 MEASURED = sorted(PROFILES.glob("*_h200.json.gz"))

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from dynamo.small import perceptron
+from support.small import perceptron
 from torch import nn
 
 from rekindle import dynamo

@@ -6,11 +6,11 @@ from copy import deepcopy
 
 import pytest
 import torch
-from dynamo.small import attention, batch_for, convolutions, differences, perceptron, step
+from support.small import attention, batch_for, convolutions, differences, perceptron, step
 
 from rekindle import dynamo
-from rekindle.core.ir import Phase
-from rekindle.core.schedule import Compute
+from rekindle.core.graph.graph import Phase
+from rekindle.core.graph.schedule import Compute
 from rekindle.errors import InfeasibleBudget
 
 MAKERS = (perceptron, convolutions, attention)

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from dynamo.small import Residual, batch_for, perceptron, step
+from support.small import Residual, batch_for, perceptron, step
 from torch import fx, nn
 from torch._inductor.codegen.wrapper import AllocateLine
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rekindle import dynamo
-from rekindle.core.ir import Phase
-from rekindle.dynamo import private, tidy
+from rekindle.core.graph.graph import Phase
+from rekindle.dynamo import post_grad_passes, private
 from rekindle.errors import InfeasibleBudget
 
 aten = torch.ops.aten
@@ -50,13 +50,13 @@ class Skips(nn.Module):
 def test_sums_of_gradients_are_written_once(n_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else Inductor computes them wherever they are read, and all their parts stay until then."""
     seen: list[list[fx.Node]] = []
-    change = tidy.Tidy.__call__
+    change = post_grad_passes.Tidy.__call__
 
-    def look(self: tidy.Tidy, graph: fx.Graph) -> None:
+    def look(self: post_grad_passes.Tidy, graph: fx.Graph) -> None:
         change(self, graph)
         seen.append(marked(graph))
 
-    monkeypatch.setattr(tidy.Tidy, "__call__", look)
+    monkeypatch.setattr(post_grad_passes.Tidy, "__call__", look)
     model, batch = Skips(n_blocks), torch.randn(16, 3, 64, 64)
     before = deepcopy(model)
     planned = dynamo.compile(model, budget="100%", options=FRESH)
@@ -154,15 +154,15 @@ def rows_of(wide: int) -> fx.Graph:
 
 
 def test_what_is_computed_for_whole_rows_is_written_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tidy, "_MUCH_BYTES", 1 << 10)
-    monkeypatch.setattr(tidy, "_MANY", 256)
+    monkeypatch.setattr(post_grad_passes, "_MUCH_BYTES", 1 << 10)
+    monkeypatch.setattr(post_grad_passes, "_MANY", 256)
     for wide, names in ((256, ["abs_default"]), (128, [])):
         graph = rows_of(wide)
-        tidy.Tidy()(graph)
+        post_grad_passes.Tidy()(graph)
         assert [node.name for node in marked(graph)] == names
-    monkeypatch.setattr(tidy, "_MUCH_BYTES", 1 << 20)
+    monkeypatch.setattr(post_grad_passes, "_MUCH_BYTES", 1 << 20)
     graph = rows_of(256)
-    tidy.Tidy()(graph)
+    post_grad_passes.Tidy()(graph)
     assert marked(graph) == []  # not worth it
 
 

@@ -7,13 +7,13 @@ from copy import deepcopy
 
 import pytest
 import torch
-from dynamo.small import attention, batch_for, convolutions, perceptron, step
+from support.small import attention, batch_for, convolutions, perceptron, step
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rekindle import dynamo
-from rekindle.core.ir import FUSED_PREFIX, Phase
-from rekindle.core.schedule import Compute
+from rekindle.core.graph.graph import FUSED_PREFIX, Phase
+from rekindle.core.graph.schedule import Compute
 from rekindle.dynamo import private
 from rekindle.dynamo.session import Partitioner
 

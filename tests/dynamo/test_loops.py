@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from dynamo.small import batch_for, convolutions, differences, perceptron, step
+from support.small import batch_for, convolutions, differences, perceptron, step
 from torch import nn
 
 from rekindle import dynamo

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from uncompiled import no_compiler
+from support.uncompiled import no_compiler
 
 from experiments.collect import collect
 from experiments.config import TINY
@@ -25,10 +25,10 @@ from experiments.sections import (
     statistics,
     sweep,
 )
-from rekindle.cli import peers as ways_of_others
-from rekindle.plan import PLANNERS
+from rekindle.planners.registry import PLANNERS
 from rekindle.report import sweep_figures
 from rekindle.report.schemes_report import schemes_data
+from rekindle.studies import peers as ways_of_others
 from rekindle.units import format_bytes
 
 pytest.importorskip("matplotlib")

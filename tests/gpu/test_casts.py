@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from rekindle import dynamo
-from rekindle.dynamo import tidy
+from rekindle.dynamo import post_grad_passes
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -63,7 +63,7 @@ def test_the_same_bits_with_fewer_kernels(monkeypatch: pytest.MonkeyPatch) -> No
     model = Deep().cuda()
     batch = torch.randn(8, 3, 32, 32, device="cuda")
     found, n_kernels = trained(deepcopy(model), batch)
-    monkeypatch.setattr(tidy, "cast_together", lambda graph: None)
+    monkeypatch.setattr(post_grad_passes, "cast_together", lambda graph: None)
     expected, n_apart = trained(deepcopy(model), batch)
     assert len(found) == len(expected) == LAYERS + 1
     assert all(map(torch.equal, found, expected))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rekindle.fx import ops
+from rekindle.tracing import operators
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -28,8 +28,8 @@ def test_batch_norm_from_its_own_statistics(
     op = torch.ops.aten.native_batch_norm.default
     args = (tensor, weight, bias, mean, var, True, 0.1, 1e-5)
     results = op(*args)
-    other = ops.copy_op(op, tensor.device, writes=True)
+    other = operators.copy_op(op, tensor.device, writes=True)
     assert other is not None
-    again = other(*ops.copy_arguments(args, results))
+    again = other(*operators.copy_arguments(args, results))
     assert torch.equal(again, results[0])
     assert again.stride() == results[0].stride()

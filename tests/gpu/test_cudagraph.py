@@ -12,20 +12,20 @@ from typing import Any
 
 import pytest
 import torch
-from square_step import square_step as train_step
+from support.square_step import square_step as train_step
 from torch import nn
 from torch.nn import functional as F
 
 import rekindle
 from rekindle import models
-from rekindle.core.steering import Arena
-from rekindle.fx.arena import CudaPool
-from rekindle.fx.compare import compare
-from rekindle.fx.cudagraph import CudaRecorder, Graphed
-from rekindle.fx.meters import clear_workspaces
-from rekindle.plan.lower import choices
-from rekindle.plan.problem import problem_of
-from rekindle.plan.result import finish
+from rekindle.core.memory.allocator_steering import Arena
+from rekindle.engines.cudagraph.arena import CudaPool
+from rekindle.engines.cudagraph.graph_engine import CudaRecorder, Graphed
+from rekindle.measuring.bitwise_compare import compare
+from rekindle.measuring.meters import clear_workspaces
+from rekindle.planners.finish import finish
+from rekindle.planners.lowering import choices
+from rekindle.planners.problem import problem_of
 
 Parts = tuple[Callable[..., Any], nn.Module, torch.optim.Optimizer, Any]
 

@@ -11,8 +11,8 @@ import torch
 
 import rekindle
 from rekindle import models
-from rekindle.fx.compare import State, differences, state_of
-from rekindle.fx.cudagraph import Graphed
+from rekindle.engines.cudagraph.graph_engine import Graphed
+from rekindle.measuring.bitwise_compare import State, differences, state_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

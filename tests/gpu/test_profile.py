@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from equality import differences, snapshot
+from support.equality import differences, snapshot
 
 import rekindle
 from rekindle import models
-from rekindle.core.ir import Role
+from rekindle.core.graph.graph import Role
 
 # Tests beside this one take their share of the GPU's time.
 IS_ALONE = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) == 1

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from equality import assert_trains_the_same
+from support.equality import assert_trains_the_same
 from torch import nn
 
 import rekindle

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from rekindle.cli.sweep_case import Case
+from rekindle.studies.sweep_case import Case
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 CAP_BYTES = 1 << 30
-RUN = "from rekindle.cli.sweep_case import main; main()"
+RUN = "from rekindle.studies.sweep_case import main; main()"
 
 
 def run(folder: Path, **how: Any) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from torch import nn
 
 from rekindle.errors import ModelError
 from rekindle.models import build
-from rekindle.models.families import FAMILIES
-from rekindle.models.small import LSTMLanguageModel, next_token_loss
+from rekindle.models.zoo.families import FAMILIES
+from rekindle.models.zoo.small import LSTMLanguageModel, next_token_loss
 
 
 @pytest.mark.parametrize("depth", [14, 26, 50, 101])

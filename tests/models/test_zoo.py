@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from rekindle.errors import ModelError
 from rekindle.models import Workload, available, build
-from rekindle.models.registry import MODELS
+from rekindle.models.zoo.catalog import MODELS
 
 _TEXT = {"sequence": 16, "layers": 2, "heads": 2, "hidden": 32, "vocab": 64}
 _IMAGES = {"image": 64, "classes": 10}

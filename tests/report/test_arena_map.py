@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from report.browser import check_alone, look, needs_browser, opened
-from tiny_step import ABOUT, MIB, nasty_graph, tiny_graph, tiny_plan, tiny_profile
+from support.browser import check_alone, look, needs_browser, opened
+from support.tiny_step import ABOUT, MIB, nasty_graph, tiny_graph, tiny_plan, tiny_profile
 
-from rekindle.core.cost import Profile
-from rekindle.core.ir import StepGraph
-from rekindle.core.layout import Layout, layout
-from rekindle.core.schedule import Plan
-from rekindle.core.simulate import simulate
+from rekindle.core.cost.profile import Profile
+from rekindle.core.graph.graph import StepGraph
+from rekindle.core.graph.schedule import Plan
+from rekindle.core.graph.simulate import simulate
+from rekindle.core.memory.layout import Layout, layout
 from rekindle.errors import ReportError
 from rekindle.report.arena_map import map_data, map_words
 from rekindle.report.html import write_html

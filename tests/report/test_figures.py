@@ -6,12 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from report.images import pixels, share_of
-from tiny_step import ABOUT, tiny_step
+from support.images import pixels, share_of
+from support.tiny_step import ABOUT, tiny_step
 
-from rekindle.core.cost import Profile
-from rekindle.core.ir import StepGraph
-from rekindle.core.simulate import simulate
+from rekindle.core.cost.profile import Profile
+from rekindle.core.graph.graph import StepGraph
+from rekindle.core.graph.simulate import simulate
 from rekindle.errors import ReportError
 from rekindle.report.figures import DPI, SIZE_INCHES, write_png
 from rekindle.report.palette import colour

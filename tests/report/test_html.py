@@ -7,13 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from report.browser import check_alone, look, needs_browser, opened
-from tiny_step import ABOUT, NASTY, PEAK_BYTES, nasty_graph, tiny_step
+from support.browser import check_alone, look, needs_browser, opened
+from support.tiny_step import ABOUT, NASTY, PEAK_BYTES, nasty_graph, tiny_step
 
-from rekindle.core.cost import OpCost, Profile
-from rekindle.core.ir import Op, Phase, Role, StepGraph, Storage, Value
-from rekindle.core.layout import layout
-from rekindle.core.simulate import simulate
+from rekindle.core.cost.profile import OpCost, Profile
+from rekindle.core.graph.graph import Op, Phase, Role, StepGraph, Storage, Value
+from rekindle.core.graph.simulate import simulate
+from rekindle.core.memory.layout import layout
 from rekindle.errors import ReportError
 from rekindle.report.html import write_html
 from rekindle.report.page_data import bands, positions

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from report.images import is_hue, pixels, share_of
-from tiny_step import ABOUT, MIB, PEAK_BYTES, tiny_plan, tiny_step
+from support.images import is_hue, pixels, share_of
+from support.tiny_step import ABOUT, MIB, PEAK_BYTES, tiny_plan, tiny_step
 
-from rekindle.core.cost import Profile
-from rekindle.core.ir import StepGraph
-from rekindle.core.schedule import Plan
-from rekindle.core.simulate import simulate
-from rekindle.plan.curve import Curve
+from rekindle.core.cost.profile import Profile
+from rekindle.core.graph.graph import StepGraph
+from rekindle.core.graph.schedule import Plan
+from rekindle.core.graph.simulate import simulate
+from rekindle.planners.curve import Curve
 from rekindle.report.figures import DPI
 from rekindle.report.palette import SERIES, colour
 from rekindle.report.plan_figures import (

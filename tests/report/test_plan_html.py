@@ -6,12 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report.browser import check_alone, look, needs_browser
-from tiny_step import ABOUT, MIB, PEAK_BYTES, nasty_graph, tiny_graph, tiny_plan, tiny_profile
+from support.browser import check_alone, look, needs_browser
+from support.tiny_step import (
+    ABOUT,
+    MIB,
+    PEAK_BYTES,
+    nasty_graph,
+    tiny_graph,
+    tiny_plan,
+    tiny_profile,
+)
 
-from rekindle.core.schedule import Plan
-from rekindle.core.simulate import simulate
-from rekindle.plan import PLANNERS
+from rekindle.core.graph.schedule import Plan
+from rekindle.core.graph.simulate import simulate
+from rekindle.planners.registry import PLANNERS
 from rekindle.report.page_data import bands
 from rekindle.report.plan_html import write_plan_html
 from rekindle.report.plan_summary import summarize_plan

@@ -6,12 +6,12 @@ import dataclasses
 import json
 
 import pytest
-from report.printed import text
-from tiny_step import ABOUT, MIB, PEAK_BYTES, tiny_plan, tiny_step
+from support.printed import text
+from support.tiny_step import ABOUT, MIB, PEAK_BYTES, tiny_plan, tiny_step
 
-from rekindle.core.schedule import Decision, Plan
-from rekindle.core.simulate import simulate
-from rekindle.plan.curve import Curve
+from rekindle.core.graph.schedule import Decision, Plan
+from rekindle.core.graph.simulate import simulate
+from rekindle.planners.curve import Curve
 from rekindle.report.plan_data import curve_data, plan_data
 from rekindle.report.plan_summary import PlanSummary, summarize_plan
 from rekindle.report.plan_terminal import curve_table, plan_summary
@@ -82,7 +82,7 @@ def summary_of(plan: Plan) -> PlanSummary:
 
 def kept_plan() -> Plan:
     """Everything stays: the plain order, and everything freed after its last use."""
-    from rekindle.plan import PLANNERS
+    from rekindle.planners.registry import PLANNERS
 
     graph, profile, _ = tiny_step()
     return PLANNERS["none"](graph, profile, 1 << 60)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from report.printed import text
-from tiny_step import ABOUT, MIB, PEAK_BYTES, tiny_step
+from support.printed import text
+from support.tiny_step import ABOUT, MIB, PEAK_BYTES, tiny_step
 
-from rekindle.core.cost import Profile
-from rekindle.core.ir import StepGraph
-from rekindle.core.simulate import simulate
+from rekindle.core.cost.profile import Profile
+from rekindle.core.graph.graph import StepGraph
+from rekindle.core.graph.simulate import simulate
 from rekindle.report.summary import Summary, summarize
 from rekindle.report.terminal import profile_summary
 from rekindle.report.words import peak_in_words, peak_place, step_in_words

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from report.printed import text
-from tiny_step import ABOUT, MIB, PEAK_BYTES, tiny_plan, tiny_step
+from support.printed import text
+from support.tiny_step import ABOUT, MIB, PEAK_BYTES, tiny_plan, tiny_step
 
-from rekindle.core.comparison import Comparison
-from rekindle.core.simulate import simulate
+from rekindle.core.graph.comparison import Comparison
+from rekindle.core.graph.simulate import simulate
 from rekindle.report.plan_data import plan_data
 from rekindle.report.plan_summary import summarize_plan
 from rekindle.report.run_report import replay_data, run_conclusion, run_data, run_summary

@@ -6,13 +6,13 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from report.images import pixels, share_of
-from report.printed import text
+from support.images import pixels, share_of
+from support.printed import text
 
 from rekindle.report.figures import DPI
 from rekindle.report.schemes_figures import COLOURS, SCHEMES_INCHES, _apart, write_schemes_png
 from rekindle.report.schemes_report import schemes_data, schemes_table
-from rekindle.schemes import SCHEMES, Estimate, Measured, SizeResult, Study
+from rekindle.studies.schemes import SCHEMES, Estimate, Measured, SizeResult, Study
 
 MIB = 1 << 20
 FIRST_MIB = {

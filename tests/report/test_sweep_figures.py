@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report.images import pixels, share_of
-from report.made_up_sweep import GIB, WAYS, failure, made_up, record
+from support.images import pixels, share_of
+from support.made_up_sweep import GIB, WAYS, failure, made_up, record
 
 from rekindle.report.figures import DPI
 from rekindle.report.palette import SERIES

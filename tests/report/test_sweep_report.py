@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from report.made_up_sweep import failure, made_up
-from report.printed import text
+from support.made_up_sweep import failure, made_up
+from support.printed import text
 
 from rekindle.report.sweep_report import (
     failed_cases,

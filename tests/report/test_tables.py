@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tiny_step import ABOUT, MIB, OVERHEAD_BYTES, PEAK_BYTES, tiny_step
+from support.tiny_step import ABOUT, MIB, OVERHEAD_BYTES, PEAK_BYTES, tiny_step
 
 from rekindle.report.tables import profile_data, write_csv
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from report.printed import text
+from support.printed import text
 
-from rekindle.core.comparison import Comparison
-from rekindle.core.ir import Op, Phase, Role, StepGraph, Storage, Value
+from rekindle.core.graph.comparison import Comparison
+from rekindle.core.graph.graph import Op, Phase, Role, StepGraph, Storage, Value
 from rekindle.report.data import comparison_data, graph_data
 from rekindle.report.terminal import comparison_summary, graph_summary, model_table
 

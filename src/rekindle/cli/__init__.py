@@ -16,7 +16,7 @@ from rich.console import RenderableType
 
 import rekindle
 from rekindle import models
-from rekindle.cli.max_batch import find_max_batch
+from rekindle.cli.max_batch_command import find_max_batch
 from rekindle.cli.options import (
     BatchOption,
     BudgetOption,
@@ -44,14 +44,13 @@ from rekindle.cli.options import (
     can_write_pages,
 )
 from rekindle.cli.output import new_console, print_written, working, write_json
-from rekindle.cli.schemes import compare_schemes
-from rekindle.cli.sweep import sweep_batches
-from rekindle.cli.work import Profiled, Trained, profiled, trained
-from rekindle.core.serial import load_plan, save_plan, save_profile
+from rekindle.cli.schemes_command import compare_schemes
+from rekindle.cli.sweep_command import sweep_batches
+from rekindle.core.graph.serial import load_plan, save_plan, save_profile
+from rekindle.engines.select_engine import check_engine
 from rekindle.errors import InfeasibleBudget, PlanError, RekindleError, ReportError
-from rekindle.fx.engines import check_engine
-from rekindle.plan.curve import trade_offs
-from rekindle.plan.named import find_planner
+from rekindle.planners.curve import trade_offs
+from rekindle.planners.registry import find_planner
 from rekindle.report import (
     figures,
     html,
@@ -65,6 +64,7 @@ from rekindle.report import (
 )
 from rekindle.report.plan_summary import summarize_plan
 from rekindle.report.summary import summarize
+from rekindle.studies.model_runs import Profiled, Trained, profiled, trained
 from rekindle.units import format_budget
 
 DEMO_MODELS = ("resnet-tiny", "bert-tiny")

@@ -9,10 +9,10 @@ from typing import Annotated
 
 import typer
 
+from rekindle.core.graph.serial import SAVED_SUFFIX
 from rekindle.units import parse_budget, parse_bytes
 
 STDOUT = "-"
-SAVED_SUFFIX = ".json.gz"
 
 
 def _check_file(target: str | None) -> str | None:

@@ -17,7 +17,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from rekindle.dynamo import private
-from rekindle.fx import ops
+from rekindle.tracing import operators
 
 aten, prims = torch.ops.aten, torch.ops.prims
 CASTS = frozenset({aten._to_copy.default, prims.convert_element_type.default})
@@ -96,7 +96,7 @@ def never_again(node: fx.Node) -> str | None:
     if node.op != "call_function":
         return None
     if isinstance(target, OpOverload):
-        if ops.is_random(target, node.args, dict(node.kwargs)):
+        if operators.is_random(target, node.args, dict(node.kwargs)):
             return "random_generator"
         if target.namespace in ("_c10d_functional", "c10d_functional", "_dtensor"):
             return "process_group"

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import fx, nn
 from torch.optim import Optimizer
 
-from rekindle.core.cost import Profile
-from rekindle.core.ir import Phase, StepGraph
-from rekindle.core.schedule import Plan
-from rekindle.core.simulate import Trace, simulate
+from rekindle.core.cost.profile import Profile
+from rekindle.core.graph.graph import Phase, StepGraph
+from rekindle.core.graph.schedule import Plan
+from rekindle.core.graph.simulate import Trace, simulate
 from rekindle.dynamo import pages, private
-from rekindle.dynamo.align import align
-from rekindle.dynamo.budget import (
+from rekindle.dynamo.attention_masks import simplify_masks
+from rekindle.dynamo.budget_shares import (
     Static,
     resident_bytes,
     share_of,
@@ -28,16 +28,16 @@ from rekindle.dynamo.budget import (
     static_of_model,
     weight_of,
 )
-from rekindle.dynamo.costs import joint_profile
+from rekindle.dynamo.fused_costs import joint_profile
 from rekindle.dynamo.fusion import drop_unread_statistics
-from rekindle.dynamo.joint import Joint, lift
-from rekindle.dynamo.masks import simplify_masks
-from rekindle.dynamo.split import split
-from rekindle.dynamo.tidy import Tidy
-from rekindle.dynamo.ungiven import compile_backward, ungiven
-from rekindle.dynamo.watch import Watch, compare
+from rekindle.dynamo.joint_graph import Joint, lift
+from rekindle.dynamo.pad_matmuls import align
+from rekindle.dynamo.partition import split
+from rekindle.dynamo.peak_monitor import Watch, compare
+from rekindle.dynamo.post_grad_passes import Tidy
+from rekindle.dynamo.unused_tangents import compile_backward, ungiven
 from rekindle.errors import InfeasibleBudget, PlanError, RekindleError
-from rekindle.plan.named import find_planner
+from rekindle.planners.registry import find_planner
 from rekindle.units import format_bytes, parse_budget
 
 log = logging.getLogger("rekindle")

@@ -4,7 +4,7 @@ Nothing else in the library imports this package; the command line, the benchmar
 """
 
 from rekindle.models.load import load
-from rekindle.models.registry import available, build
 from rekindle.models.workload import Workload
+from rekindle.models.zoo.catalog import available, build
 
 __all__ = ["Workload", "available", "build", "load"]

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from rekindle.errors import ModelError, RekindleError
-from rekindle.models.registry import MODELS, build, did_you_mean
 from rekindle.models.workload import Workload, check_batch, check_device, check_precision
+from rekindle.models.zoo.catalog import MODELS, build, did_you_mean
 
 EXPECTED = "(train_step, model, optimizer, batch)"
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from rekindle.core.ir import StepGraph
-from rekindle.core.layout import Layout, Piece
-from rekindle.core.simulate import Trace
+from rekindle.core.graph.graph import StepGraph
+from rekindle.core.graph.simulate import Trace
+from rekindle.core.memory.layout import Layout, Piece
 from rekindle.errors import ReportError
 from rekindle.report.palette import ORDER, colour
 from rekindle.report.plan_words import fine_percent

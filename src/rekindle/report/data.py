@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rekindle.core.comparison import Comparison
-from rekindle.core.ir import StepGraph
+from rekindle.core.graph.comparison import Comparison
+from rekindle.core.graph.graph import StepGraph
 
 SCHEMA = 1
 """The version of every JSON document; it grows when a key changes its meaning or goes away."""

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from rekindle.core.cost import Profile
-from rekindle.core.ir import StepGraph
-from rekindle.core.simulate import Trace
+from rekindle.core.cost.profile import Profile
+from rekindle.core.graph.graph import StepGraph
+from rekindle.core.graph.simulate import Trace
 from rekindle.errors import ReportError
 from rekindle.report.names import shorten
 from rekindle.report.page_data import bands, stacked

@@ -7,8 +7,8 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from rekindle.core.devices import find_device
-from rekindle.core.fit import MOST, Fit, LargestBatch
+from rekindle.core.cost.batch_search import MOST, Fit, LargestBatch
+from rekindle.core.cost.devices import find_device
 from rekindle.errors import ProfileError
 from rekindle.report.pieces import indented, new_table
 from rekindle.report.words import percent

@@ -9,10 +9,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from rekindle.core.cost import Profile
-from rekindle.core.ir import StepGraph
-from rekindle.core.layout import Layout
-from rekindle.core.simulate import Trace
+from rekindle.core.cost.profile import Profile
+from rekindle.core.graph.graph import StepGraph
+from rekindle.core.graph.simulate import Trace
+from rekindle.core.memory.layout import Layout
 from rekindle.errors import ReportError
 from rekindle.report.arena_map import map_data, map_words
 from rekindle.report.page_data import page_data

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import PurePath
 
-from rekindle.core.ir import Source
+from rekindle.core.graph.graph import Source
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle.core.cost import Profile
-from rekindle.core.ir import Phase, StepGraph
-from rekindle.core.simulate import ROLES, Trace
+from rekindle.core.cost.profile import Profile
+from rekindle.core.graph.graph import Phase, StepGraph
+from rekindle.core.graph.simulate import ROLES, Trace
 from rekindle.report.names import shorten, shorten_path, source_line
 from rekindle.report.palette import LIBRARIES, ORDER, PHASE_BANDS, colour
 from rekindle.report.summary import Activation, Summary

@@ -6,7 +6,7 @@ order puts what stays throughout at the bottom and keeps neighbours unlike each 
 
 from __future__ import annotations
 
-from rekindle.core.ir import Phase, Role
+from rekindle.core.graph.graph import Phase, Role
 
 LIBRARIES = "library workspace"
 """What libraries hold throughout: no storage of the graph, so not a role of its own."""

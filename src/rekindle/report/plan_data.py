@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rekindle.core.schedule import Plan
-from rekindle.plan.curve import Curve
+from rekindle.core.graph.schedule import Plan
+from rekindle.planners.curve import Curve
 from rekindle.report.plan_summary import DecisionRow, Dropped, PlanSummary
 from rekindle.report.summary import Summary
 

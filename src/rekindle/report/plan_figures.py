@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rekindle.core.ir import StepGraph
-from rekindle.core.simulate import Trace
-from rekindle.plan.curve import Curve, bound_at
+from rekindle.core.graph.graph import StepGraph
+from rekindle.core.graph.simulate import Trace
+from rekindle.planners.curve import Curve, bound_at
 from rekindle.report.figures import DPI, GREY, GRID, INK, byte_unit, draw_timeline, new_figure
 from rekindle.report.names import shorten
 from rekindle.report.palette import MARKERS, SERIES

@@ -8,10 +8,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from rekindle.core.cost import Profile
-from rekindle.core.ir import StepGraph
-from rekindle.core.layout import Layout
-from rekindle.core.simulate import Trace
+from rekindle.core.cost.profile import Profile
+from rekindle.core.graph.graph import StepGraph
+from rekindle.core.graph.simulate import Trace
+from rekindle.core.memory.layout import Layout
 from rekindle.report.html import (
     add_map,
     asset,

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rekindle.core.cost import Profile
-from rekindle.core.ir import StepGraph
-from rekindle.core.ops import op_name
-from rekindle.core.schedule import Plan
-from rekindle.core.simulate import Trace
+from rekindle.core.cost.profile import Profile
+from rekindle.core.graph.graph import StepGraph
+from rekindle.core.graph.op_names import op_name
+from rekindle.core.graph.schedule import Plan
+from rekindle.core.graph.simulate import Trace
 from rekindle.report.names import pattern_of, source_line
 from rekindle.report.summary import Peak, Summary, first_values, peak_of, summarize
 

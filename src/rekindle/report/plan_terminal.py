@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rekindle.plan.curve import Curve, bound_at
+from rekindle.planners.curve import Curve, bound_at
 from rekindle.report.names import shorten_path
 from rekindle.report.palette import ORDER
 from rekindle.report.pieces import WIDE, Fitted, Middle, indented, new_table

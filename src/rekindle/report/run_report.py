@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rekindle.core.comparison import Comparison
+from rekindle.core.graph.comparison import Comparison
 from rekindle.report.data import comparison_data
 from rekindle.report.pieces import Fitted, indented, new_table
 from rekindle.report.plan_data import plan_data

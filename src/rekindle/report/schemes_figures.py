@@ -10,7 +10,7 @@ from rekindle.report.figures import DPI, GREY, GRID, INK, new_figure
 from rekindle.report.palette import MARKERS, SERIES
 from rekindle.report.schemes_report import ABSENT, growth_in_words, schemes_title
 from rekindle.report.words import percent
-from rekindle.schemes import SCHEMES, Scheme, SizeResult, Study
+from rekindle.studies.schemes import SCHEMES, Scheme, SizeResult, Study
 from rekindle.units import format_bytes
 
 SCHEMES_INCHES = (10.5, 5.4)

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from rekindle.report.pieces import Fitted, indented, new_table
 from rekindle.report.words import percent
-from rekindle.schemes import SCHEMES, Scheme, SizeResult, Study
+from rekindle.studies.schemes import SCHEMES, Scheme, SizeResult, Study
 from rekindle.units import format_bytes
 
 ABSENT = "–"

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle.core.cost import Profile
-from rekindle.core.ir import Op, Phase, Role, StepGraph, Value
-from rekindle.core.liveness import Lifetime
-from rekindle.core.ops import op_name
-from rekindle.core.roofline import bytes_moved
-from rekindle.core.simulate import Trace
+from rekindle.core.cost.profile import Profile
+from rekindle.core.cost.roofline import bytes_moved
+from rekindle.core.graph.graph import Op, Phase, Role, StepGraph, Value
+from rekindle.core.graph.liveness import Lifetime
+from rekindle.core.graph.op_names import op_name
+from rekindle.core.graph.simulate import Trace
 from rekindle.report.names import pattern_of, source_line
 from rekindle.report.palette import LIBRARIES, ORDER
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rekindle.core.cost import Profile
-from rekindle.core.ir import StepGraph
-from rekindle.core.simulate import ROLES, Trace
+from rekindle.core.cost.profile import Profile
+from rekindle.core.graph.graph import StepGraph
+from rekindle.core.graph.simulate import ROLES, Trace
 from rekindle.report.names import source_line
 from rekindle.report.summary import Activation, Part, Summary, Work, summarize
 

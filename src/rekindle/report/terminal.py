@@ -9,8 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rekindle.core.comparison import Comparison
-from rekindle.core.ir import StepGraph
+from rekindle.core.graph.comparison import Comparison
+from rekindle.core.graph.graph import StepGraph
 from rekindle.report.names import shorten_path
 from rekindle.report.palette import colour
 from rekindle.report.pieces import WIDE, Fitted, Middle, bar, indented, new_table

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rekindle.core.ir import Op, Role
+from rekindle.core.graph.graph import Op, Role
 from rekindle.report.names import source_line
 from rekindle.report.palette import MEANINGS
 from rekindle.report.summary import Part, Summary

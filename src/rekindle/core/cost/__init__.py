@@ -1,0 +1,1 @@
+"""What ops cost, measured or analytic, and at which batch sizes."""

@@ -1,0 +1,107 @@
+"""The same step at any batch size, from the step at two: what grows with the batch grows evenly."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rekindle.core.cost.profile import OpCost, Profile
+from rekindle.core.graph.graph import StepGraph
+
+
+class Uneven(Exception):
+    """Two steps differ by more than their sizes, or their sizes do not grow evenly."""
+
+
+class Sized(NamedTuple):
+    """A step at some batch size."""
+
+    batch: int
+    graph: StepGraph
+
+
+class Growth:
+    """A step that grows with its batch: what it is at two sizes says what it is at any.
+
+    Raises Uneven where the two are not the same step but for its sizes.
+    """
+
+    def __init__(self, small: Sized, large: Sized) -> None:
+        self.small, self.large = small, large
+        if _structure(small.graph) != _structure(large.graph):
+            raise Uneven("the step does other things at another batch size")
+        self.at(1)  # raises, if anything is uneven
+
+    def at(self, batch: int) -> StepGraph:
+        """The step at another batch size."""
+        a, b = self.small.graph, self.large.graph
+        storages = tuple(
+            replace(x, nbytes=self._between(x.nbytes, y.nbytes, batch))
+            for x, y in zip(a.storages, b.storages, strict=True)
+        )
+        values = tuple(
+            replace(x, shape=tuple(map(lambda p, q: self._between(p, q, batch), x.shape, y.shape)))
+            for x, y in zip(a.values, b.values, strict=True)
+        )
+        ops = tuple(
+            replace(x, flops=self._between(x.flops, y.flops, batch))
+            for x, y in zip(a.ops, b.ops, strict=True)
+        )
+        return StepGraph(ops, values, storages, a.outputs)
+
+    @cached_property
+    def bytes_per_sample(self) -> NDArray[np.float64]:
+        """By how much each storage grows with every sample."""
+        pairs = zip(self.small.graph.storages, self.large.graph.storages, strict=True)
+        grown = np.array([y.nbytes - x.nbytes for x, y in pairs], dtype=np.float64)
+        return grown / (self.large.batch - self.small.batch)
+
+    def costs_at(self, small: Profile, large: Profile, graph: StepGraph, batch: int) -> Profile:
+        """What the ops of the step at another batch size cost, from costs measured at both."""
+        costs = [
+            OpCost(
+                time_us=max(self._line(x.time_us, y.time_us, batch), 0.0),
+                workspace_bytes=max(
+                    round(self._line(x.workspace_bytes, y.workspace_bytes, batch)), 0
+                ),
+                is_measured=False,
+                copy_us=None
+                if x.copy_us is None or y.copy_us is None
+                else max(self._line(x.copy_us, y.copy_us, batch), 0.0),
+            )
+            for x, y in zip(small.costs, large.costs, strict=True)
+        ]
+        return replace(
+            large,
+            fingerprint=graph.fingerprint,
+            costs=tuple(costs),
+            overhead_bytes=max(small.overhead_bytes, large.overhead_bytes),
+            method=f"from batches of {self.small.batch} and {self.large.batch}: {large.method}",
+        )
+
+    def _line(self, small: float, large: float, batch: int) -> float:
+        step = (large - small) / (self.large.batch - self.small.batch)
+        return large + step * (batch - self.large.batch)
+
+    def _between(self, small: int, large: int, batch: int) -> int:
+        """A whole number that grows with the batch, at another one."""
+        grown = (large - small) * (batch - self.small.batch)
+        step, rest = divmod(grown, self.large.batch - self.small.batch)
+        if rest or small + step < 0:
+            raise Uneven(f"{small} and {large} do not grow evenly with the batch")
+        return small + step
+
+
+def _structure(graph: StepGraph) -> list[object]:
+    """All of a step but its sizes."""
+    ops = [
+        (op.name, op.target, op.phase, op.inputs, op.outputs, op.mutates, op.members)
+        for op in graph.ops
+    ]
+    values = [(v.name, v.storage, v.dtype, v.producer, len(v.shape)) for v in graph.values]
+    storages = [(s.role, s.device, s.held_until) for s in graph.storages]
+    return [*ops, *values, *storages, graph.outputs]

@@ -1,0 +1,1 @@
+"""The step as data: graph, lifetimes, schedules, simulation."""

@@ -1,0 +1,77 @@
+"""Two trainings from the same state, side by side: what differs, and how long each took."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rekindle.core.cost.profile import Profile
+from rekindle.core.graph.graph import StepGraph
+from rekindle.core.graph.schedule import Plan
+from rekindle.core.graph.simulate import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A plain training and a captured one.
+
+    `compared` counts the tensors by kind ("parameter", "buffer", …); `differences` names what is
+    not the same, bit for bit. The samples are the times of single steps, in order; the peak is that
+    of the last. Without a budget there is no profile and no plan; with one, `graph`, `profile`,
+    `plan` and `trace` are of the step that ran, `plain_trace` and `plain_profile` of the plain one.
+    Where the plain step does not fit into the device's memory, there is nothing of it, and nothing
+    was compared.
+
+    A step that `is_compiled` may round differently from the plain one. It is compared with another
+    that is compiled, too, and drops nothing; `rounding` is how far that one's results are from the
+    plain step's, as a share of them: the largest of all steps, None if there is no plain step.
+    """
+
+    graph: StepGraph
+    capture_us: float
+    plain_samples_us: tuple[float, ...]
+    captured_samples_us: tuple[float, ...]
+    plain_peak_bytes: int
+    captured_peak_bytes: int
+    compared: Mapping[str, int]
+    differences: tuple[str, ...]
+    plain_fits: bool = True
+    budget_bytes: int | None = None
+    profile: Profile | None = None
+    plan: Plan | None = None
+    trace: Trace | None = None
+    plain_trace: Trace | None = None
+    plain_profile: Profile | None = None
+    is_compiled: bool = False
+    rounding: float | None = None
+
+    @property
+    def steps(self) -> int:
+        """How many steps each training took."""
+        return len(self.captured_samples_us)
+
+    @property
+    def equal(self) -> bool:
+        """Whether all was compared and nothing differs."""
+        return bool(self.compared) and not self.differences
+
+    @property
+    def is_within_budget(self) -> bool:
+        """Whether the captured training has stayed within its budget, if it has one."""
+        return self.budget_bytes is None or self.captured_peak_bytes <= self.budget_bytes
+
+    @property
+    def plain_us(self) -> float:
+        """The median time of a plain step."""
+        return _warm_median(self.plain_samples_us)
+
+    @property
+    def captured_us(self) -> float:
+        """The median time of a captured step."""
+        return _warm_median(self.captured_samples_us)
+
+
+def _warm_median(samples_us: tuple[float, ...]) -> float:
+    """The median without the first step, which picks kernels, and the last, which is watched."""
+    return statistics.median(samples_us[1:-1] or samples_us) if samples_us else float("nan")

@@ -1,0 +1,174 @@
+"""When each storage is born, used and dead: static analysis of a step in its captured order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rekindle.core.graph.graph import Op, Phase, Role, StepGraph
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Lifetime:
+    """The ops, by index, that bound a storage's life; None where there is no such op.
+
+    `birth` is None for what is there before the step, `death` for what is there after it.
+    """
+
+    storage: int
+    birth: int | None
+    last_forward_use: int | None
+    first_backward_use: int | None
+    last_backward_use: int | None
+    death: int | None
+
+    def inactive_us(self, starts_us: NDArray[np.float64]) -> float:
+        """How long the storage lies idle between its last forward and first backward use.
+
+        `starts_us` has the time at which each op starts, and the step's end after the last.
+        """
+        if self.last_forward_use is None or self.first_backward_use is None:
+            return 0.0
+        end_of_forward = starts_us[self.last_forward_use + 1]
+        return max(0.0, float(starts_us[self.first_backward_use] - end_of_forward))
+
+
+@dataclass(frozen=True)
+class Liveness:
+    """The lifetimes of all storages of a graph, as arrays over storages.
+
+    `birth` and `death` are op indices, inclusive: a storage is there while ops birth…death run.
+    What is there before the step has birth 0, what is there after it has death n_ops - 1; see
+    `is_resident` and `is_output`. `release` is when the plain step lets go of a storage: at its
+    death, or later where a local variable or autograd still holds it.
+    """
+
+    graph: StepGraph
+    birth: Ints
+    death: Ints
+    release: Ints
+    is_resident: NDArray[np.bool_]
+    is_output: NDArray[np.bool_]
+
+    @cached_property
+    def lifetimes(self) -> tuple[Lifetime, ...]:
+        """The lifetime of every storage, by its index."""
+        uses = _uses_by_storage(self.graph)
+        return tuple(self._lifetime(index, uses[index]) for index in range(len(self.birth)))
+
+    def _lifetime(self, storage: int, uses: list[Op]) -> Lifetime:
+        forward = [op.index for op in uses if op.phase in (Phase.FORWARD, Phase.LOSS)]
+        backward = [op.index for op in uses if op.phase is Phase.BACKWARD]
+        first_backward = next((i for i in backward if not forward or i > forward[0]), None)
+        before = [i for i in forward if first_backward is None or i < first_backward]
+        return Lifetime(
+            storage=storage,
+            birth=None if self.is_resident[storage] else int(self.birth[storage]),
+            last_forward_use=before[-1] if before else None,
+            first_backward_use=first_backward,
+            last_backward_use=backward[-1] if backward else None,
+            death=None
+            if self.is_resident[storage] or self.is_output[storage]
+            else int(self.death[storage]),
+        )
+
+    def peak_bytes(self) -> int:
+        """The most bytes that are there at once, each storage as long as it is needed."""
+        sizes = np.array([storage.nbytes for storage in self.graph.storages], dtype=np.int64)
+        there = self.death >= 0
+        changes = np.zeros(len(self.graph.ops) + 1, dtype=np.int64)
+        np.add.at(changes, self.birth[there], sizes[there])
+        np.subtract.at(changes, self.death[there] + 1, sizes[there])
+        return int(np.cumsum(changes).max(initial=0))
+
+    def optimizer_bytes(self) -> list[int]:
+        """The sizes of what the optimizer makes for itself, at the moment it holds the most."""
+        ops = [op.index for op in self.graph.ops if op.phase is Phase.OPTIMIZER]
+        if not ops:
+            return []
+        sizes = np.array([storage.nbytes for storage in self.graph.storages], dtype=np.int64)
+        own = np.flatnonzero((self.birth >= ops[0]) & ~self.is_resident & (sizes > 0))
+        moments = [own[(self.birth[own] <= op) & (op <= self.death[own])] for op in ops]
+        most = max(moments, key=lambda there: int(sizes[there].sum()))
+        return [int(size) for size in sizes[most]]
+
+    def activations(self) -> list[Lifetime]:
+        """The lifetimes of the activations: what could be dropped and computed again."""
+        return [
+            lifetime
+            for lifetime, storage in zip(self.lifetimes, self.graph.storages, strict=True)
+            if storage.role is Role.ACTIVATION
+        ]
+
+
+def analyze(graph: StepGraph) -> Liveness:
+    """When each storage is born and dies; computed once a graph.
+
+    A storage dies after the last use of any of its aliases; a weight's gradient when the optimizer
+    call that reads it has finished, since it is only then that anything lets go of it; what the
+    optimizer makes for itself, when its own code lets go of it. A gradient
+    that is there before the step is resident; one that is still there after the step is an output.
+    """
+    found: Liveness | None = graph.__dict__.get("_liveness")  # as cached_property does
+    if found is None:
+        found = graph.__dict__["_liveness"] = _analyze(graph)
+    return found
+
+
+def _analyze(graph: StepGraph) -> Liveness:
+    n_storages, n_ops = len(graph.storages), len(graph.ops)
+    birth = np.full(n_storages, n_ops, dtype=np.int64)
+    death = np.full(n_storages, -1, dtype=np.int64)
+    storage_of = [value.storage for value in graph.values]
+    for op in graph.ops:
+        for value in (*op.inputs, *op.outputs, *op.mutates):
+            storage = storage_of[value]
+            if birth[storage] > op.index:
+                birth[storage] = op.index
+            death[storage] = op.index
+    update_end = _update_ends(graph)
+    for each in graph.storages:
+        if each.role is Role.GRAD and death[each.index] >= 0:
+            death[each.index] = update_end[death[each.index]]
+    is_resident = np.zeros(n_storages, dtype=bool)
+    is_output = np.zeros(n_storages, dtype=bool)
+    is_resident[[value.storage for value in graph.values if value.producer is None]] = True
+    is_output[[storage_of[value] for value in graph.outputs]] = True
+    birth[is_resident] = 0
+    death[is_resident | is_output] = n_ops - 1
+    held = np.array([storage.held_until for storage in graph.storages], dtype=np.int64)
+    in_update = np.array([op.phase is Phase.OPTIMIZER for op in graph.ops] + [False], dtype=bool)
+    own = in_update[birth] & (death >= 0)  # the optimizer's own: it is the user's, however we run
+    death[own] = np.maximum(death, held)[own]
+    release = np.where(death >= 0, np.maximum(death, held), -1)
+    return Liveness(graph, birth, death, release, is_resident, is_output)
+
+
+def _update_ends(graph: StepGraph) -> list[int]:
+    """For each op, where the update ends to which a gradient goes that it uses last.
+
+    That is the run of optimizer ops it belongs to; the step's last one for a gradient that no
+    optimizer reads.
+    """
+    is_update = [op.phase is Phase.OPTIMIZER for op in graph.ops]
+    last = max((index for index, each in enumerate(is_update) if each), default=-1)
+    ends = [max(index, last) for index in range(len(is_update))]
+    for index in range(len(is_update) - 1, -1, -1):
+        if is_update[index]:
+            follows = index + 1 < len(is_update) and is_update[index + 1]
+            ends[index] = ends[index + 1] if follows else index
+    return ends
+
+
+def _uses_by_storage(graph: StepGraph) -> list[list[Op]]:
+    uses: list[list[Op]] = [[] for _ in graph.storages]
+    for op in graph.ops:
+        touched = {graph.values[v].storage for v in (*op.inputs, *op.outputs, *op.mutates)}
+        for index in touched:
+            uses[index].append(op)
+    return uses

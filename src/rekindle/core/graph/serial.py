@@ -1,0 +1,303 @@
+"""Graphs, profiles and plans as JSON, both ways; never pickle.
+
+A saved profile is one gzip-compressed JSON file that holds graph and profile together, so that what
+was measured on a GPU can be studied and planned anywhere. A saved plan holds no graph: it names the
+fingerprint of the one it is of.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rekindle.core.cost.profile import OpCost, Profile
+from rekindle.core.graph.graph import Op, Phase, Role, Source, StepGraph, Storage, Value
+from rekindle.core.graph.schedule import Compute, Decision, Free, Instruction, Plan, Schedule
+from rekindle.errors import PlanError, ProfileError
+
+SCHEMA = 1
+SAVED_SUFFIX = ".json.gz"
+_GZIP = b"\x1f\x8b"  # how a compressed file starts
+
+
+class SavedProfile(NamedTuple):
+    """What a saved profile holds: graph, profile, and what they are of."""
+
+    graph: StepGraph
+    profile: Profile
+    about: dict[str, Any]  # model, batch, precision, and whatever else the maker wrote down
+
+
+def graph_to_json(graph: StepGraph) -> dict[str, Any]:
+    """A graph as plain lists; strings that repeat are written once and referred to by number."""
+    sources = _Table()
+    targets = _Table()
+    return {
+        "storages": [[s.nbytes, s.role.name, s.device, s.held_until] for s in graph.storages],
+        "values": [[v.name, v.storage, list(v.shape), v.dtype, v.producer] for v in graph.values],
+        "ops": [
+            [
+                op.name,
+                targets.number(op.target),
+                op.phase.name,
+                list(op.inputs),
+                list(op.outputs),
+                list(op.mutates),
+                int(op.is_random),
+                int(op.is_view),
+                op.flops,
+                sources.number((op.source.module, _portable(op.source.filename), op.source.lineno)),
+                *_rest(targets.number(op.copy_target) if op.copy_target else None, op),
+            ]
+            for op in graph.ops
+        ],
+        "outputs": list(graph.outputs),
+        "targets": targets.rows,
+        "sources": [list(source) for source in sources.rows],
+    }
+
+
+def graph_from_json(data: dict[str, Any]) -> StepGraph:
+    """The graph that `graph_to_json` wrote."""
+    sources = [Source(*source) for source in data["sources"]]
+    targets = data["targets"]
+    return StepGraph(
+        ops=tuple(
+            Op(
+                index=index,
+                name=name,
+                target=targets[target],
+                phase=Phase[phase],
+                inputs=tuple(inputs),
+                outputs=tuple(outputs),
+                mutates=tuple(mutates),
+                is_random=bool(is_random),
+                is_view=bool(is_view),
+                flops=flops,
+                source=sources[source],
+                copy_target=targets[rest[0]] if rest and rest[0] is not None else "",
+                may_overwrite=tuple(rest[1]) if len(rest) > 1 else (),
+                members=tuple(rest[2]) if len(rest) > 2 else (),
+            )
+            for index, (
+                name,
+                target,
+                phase,
+                inputs,
+                outputs,
+                mutates,
+                is_random,
+                is_view,
+                flops,
+                source,
+                *rest,
+            ) in enumerate(data["ops"])
+        ),
+        values=tuple(
+            Value(index, name, storage, tuple(shape), dtype, producer)
+            for index, (name, storage, shape, dtype, producer) in enumerate(data["values"])
+        ),
+        storages=tuple(
+            Storage(index, nbytes, Role[role], device, held_until)
+            for index, (nbytes, role, device, held_until) in enumerate(data["storages"])
+        ),
+        outputs=tuple(data["outputs"]),
+    )
+
+
+def profile_to_json(profile: Profile) -> dict[str, Any]:
+    """A profile as plain lists."""
+    return {
+        "device": profile.device,
+        "fingerprint": profile.fingerprint,
+        "method": profile.method,
+        "allocator": profile.allocator,
+        "overhead_bytes": profile.overhead_bytes,
+        "transfer_latency_us": profile.transfer_latency_us,
+        "to_host_bytes_per_us": profile.to_host_bytes_per_us,
+        "to_device_bytes_per_us": profile.to_device_bytes_per_us,
+        "versions": dict(profile.versions),
+        "costs": [
+            [
+                round(cost.time_us, 3),
+                cost.workspace_bytes,
+                int(cost.is_measured),
+                *([] if cost.copy_us is None else [round(cost.copy_us, 3)]),
+            ]
+            for cost in profile.costs
+        ],
+    }
+
+
+def profile_from_json(data: dict[str, Any]) -> Profile:
+    """The profile that `profile_to_json` wrote."""
+    fields = dict(data)
+    costs = tuple(
+        OpCost(us, workspace, bool(measured), *copy_us)
+        for us, workspace, measured, *copy_us in fields.pop("costs")
+    )
+    return Profile(costs=costs, **fields)
+
+
+def save_profile(path: Path, graph: StepGraph, profile: Profile, about: dict[str, Any]) -> None:
+    """Write graph and profile into one file."""
+    profile.check(graph)
+    data = {
+        "schema": SCHEMA,
+        "about": about,
+        "graph": graph_to_json(graph),
+        "profile": profile_to_json(profile),
+    }
+    _write(path, data, is_compressed=True)
+
+
+def load_profile(path: Path) -> SavedProfile:
+    """Read what `save_profile` wrote; a file that is damaged or of another kind is refused."""
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            data = json.load(file)
+        if data["schema"] != SCHEMA:
+            raise ProfileError(
+                f"{path} has schema {data['schema']}, and this version reads {SCHEMA}: "
+                "save the profile anew with rekindle profile MODEL --save FILE."
+            )
+        graph = graph_from_json(data["graph"])
+        profile = profile_from_json(data["profile"])
+        if profile.fingerprint != graph.fingerprint or len(profile.costs) != len(graph.ops):
+            raise ValueError("its profile is of another graph")
+        return SavedProfile(graph, profile, data["about"])
+    except FileNotFoundError:
+        raise ProfileError(f"there is no file {path}") from None
+    except (OSError, EOFError, ValueError, KeyError, TypeError, IndexError, zlib.error) as error:
+        raise ProfileError(
+            f"{path} is no saved profile, or is damaged ({error}): "
+            "save it anew with rekindle profile MODEL --save FILE."
+        ) from error
+
+
+def plan_to_json(plan: Plan) -> dict[str, Any]:
+    """A plan as plain lists; two numbers an instruction, as `_numbers` writes them."""
+    return {
+        "planner": plan.planner,
+        "fingerprint": plan.fingerprint,
+        "budget_bytes": plan.budget_bytes,
+        "peak_bytes": plan.peak_bytes,
+        "recompute_us": plan.recompute_us,
+        "bound_us": plan.bound_us,
+        "schedule": _numbers(plan.schedule),
+        "decisions": [
+            [d.storage, int(d.is_kept), d.freed_bytes, d.added_us, d.reason] for d in plan.decisions
+        ],
+    }
+
+
+def plan_from_json(data: dict[str, Any]) -> Plan:
+    """The plan that `plan_to_json` wrote."""
+    bound_us = data["bound_us"]
+    return Plan(
+        planner=str(data["planner"]),
+        fingerprint=str(data["fingerprint"]),
+        budget_bytes=int(data["budget_bytes"]),
+        schedule=_instructions(data["schedule"]),
+        decisions=tuple(
+            Decision(int(storage), bool(is_kept), int(freed), float(added_us), str(reason))
+            for storage, is_kept, freed, added_us, reason in data["decisions"]
+        ),
+        peak_bytes=int(data["peak_bytes"]),
+        recompute_us=float(data["recompute_us"]),
+        bound_us=None if bound_us is None else float(bound_us),
+    )
+
+
+def save_plan(path: str | Path, plan: Plan) -> None:
+    """Write a plan into a file, compressed if its name ends in .gz."""
+    path = Path(path)
+    data = {"schema": SCHEMA, "plan": plan_to_json(plan)}
+    _write(path, data, is_compressed=path.suffix == ".gz")
+
+
+def load_plan(path: str | Path) -> Plan:
+    """Read what `save_plan` wrote; `Plan.check(graph)` then says whether it is of that graph."""
+    path = Path(path)
+    try:
+        content = path.read_bytes()
+        if content.startswith(_GZIP):
+            content = gzip.decompress(content)
+        data = json.loads(content.decode())
+        if data["schema"] != SCHEMA:
+            raise PlanError(
+                f"{path} has schema {data['schema']}, and this version reads {SCHEMA}: "
+                "save the plan anew with rekindle plan MODEL --budget B --save FILE."
+            )
+        return plan_from_json(data["plan"])
+    except FileNotFoundError:
+        raise PlanError(f"there is no file {path}") from None
+    except (OSError, EOFError, ValueError, KeyError, TypeError, IndexError, zlib.error) as error:
+        raise PlanError(
+            f"{path} is no saved plan, or is damaged ({error}): "
+            "save it anew with rekindle plan MODEL --budget B --save FILE."
+        ) from error
+
+
+def _rest(copy_target: int | None, op: Op) -> list[Any]:
+    """What most ops do not have, at the end of their rows."""
+    rest = [copy_target, list(op.may_overwrite), list(op.members)]
+    while rest and not (rest[-1] or rest[-1] == 0):
+        rest.pop()
+    return rest
+
+
+def _numbers(schedule: Schedule) -> list[int]:
+    """Two numbers an instruction: the op, or -1 - storage for what is freed; and the copy."""
+    numbers: list[int] = []
+    for each in schedule:
+        numbers += (each.op if isinstance(each, Compute) else -1 - each.storage, each.copy)
+    return numbers
+
+
+def _instructions(numbers: list[int]) -> Schedule:
+    if any(type(number) is not int for number in numbers):
+        raise ValueError("its schedule holds something that is no whole number")
+    pairs = zip(numbers[::2], numbers[1::2], strict=True)
+    made: list[Instruction] = [
+        Compute(what, copy) if what >= 0 else Free(-1 - what, copy) for what, copy in pairs
+    ]
+    return tuple(made)
+
+
+def _write(path: Path, data: dict[str, Any], *, is_compressed: bool) -> None:
+    text = json.dumps(data, separators=(",", ":")).encode()
+    # written aside first, so that an interrupted write leaves no half file; mtime=0: same bytes
+    aside = path.with_name(path.name + ".part")
+    with aside.open("wb") as raw:
+        if is_compressed:
+            with gzip.GzipFile("", "wb", mtime=0, fileobj=raw) as file:
+                file.write(text)
+        else:
+            raw.write(text)
+    aside.replace(path)
+
+
+def _portable(filename: str) -> str:
+    """A source file's name without the part that only this machine knows."""
+    library = filename.rpartition("site-packages/")[2]
+    parts = Path(filename).parts
+    own = "/".join(part for part in parts[-2:] if part != Path(filename).anchor)
+    return library if library != filename else own
+
+
+class _Table:
+    """Numbers for things that come again and again."""
+
+    def __init__(self) -> None:
+        self.rows: list[Any] = []
+        self._numbers: dict[Any, int] = {}
+
+    def number(self, row: Any) -> int:
+        if row not in self._numbers:
+            self._numbers[row] = len(self.rows)
+            self.rows.append(row)
+        return self._numbers[row]

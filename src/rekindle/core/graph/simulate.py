@@ -1,0 +1,196 @@
+"""Replays a step on paper: how many bytes are alive at every moment, and what they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rekindle.core.cost.allocator import allocated_bytes
+from rekindle.core.cost.profile import Profile
+from rekindle.core.graph.dataflow import dataflow
+from rekindle.core.graph.graph import Role, StepGraph
+from rekindle.core.graph.liveness import Liveness, analyze
+from rekindle.core.graph.schedule import Compute, Plan
+from rekindle.errors import InvalidSchedule
+
+ROLES = tuple(Role)
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Lives:
+    """Every copy of every storage that a step holds: which it is, and from where to where.
+
+    `start` and `end` are positions, inclusive. A plain step has one copy of each storage.
+    """
+
+    storage: Ints
+    start: Ints
+    end: Ints
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Bytes and microseconds at every position of a step.
+
+    A position is one op that runs: its outputs exist, its inputs still do. `ops` and `copies` say
+    which: the captured op (copy 0), or a copy that computes its results again; in a plain step,
+    position i is op i. `live_bytes[i]` is what is allocated there, workspace included; `by_role`
+    splits it, one row a role in the order of `ROLES`, workspace counted as temporary. `starts_us`
+    is when each position starts, and the step's end after the last.
+    """
+
+    graph: StepGraph
+    ops: Ints
+    copies: Ints
+    live_bytes: Ints
+    by_role: Ints
+    starts_us: NDArray[np.float64]
+    recompute_us: float
+    overhead_bytes: int
+    sizes_bytes: Ints
+    lives: Lives
+    liveness: Liveness
+
+    @property
+    def peak_position(self) -> int:
+        """The position at which the most bytes are allocated; the first of several."""
+        return int(np.argmax(self.live_bytes))
+
+    @property
+    def peak_op(self) -> int:
+        """The index of the op during which the most bytes are allocated."""
+        return int(self.ops[self.peak_position])
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes allocated at any moment, everything counted."""
+        return int(self.live_bytes.max(initial=0))
+
+    @property
+    def step_us(self) -> float:
+        """The time of the whole step, recomputation included."""
+        return float(self.starts_us[-1])
+
+    def peak_by_role(self) -> dict[Role, int]:
+        """What the peak is made of."""
+        column = self.by_role[:, self.peak_position]
+        return {role: int(count) for role, count in zip(ROLES, column, strict=True)}
+
+    def alive_at(self, position: int) -> list[int]:
+        """The storages that are there while an op runs, largest first; one entry a copy."""
+        lives = self.lives
+        there = (lives.start <= position) & (position <= lives.end)
+        indices = np.sort(lives.storage[there & (self.sizes_bytes[lives.storage] > 0)])
+        return [int(i) for i in indices[np.argsort(-self.sizes_bytes[indices], kind="stable")]]
+
+
+def simulate(graph: StepGraph, profile: Profile, plan: Plan | None = None) -> Trace:
+    """The memory and time of a step, as the device's caching allocator would count it.
+
+    A storage's bytes are rounded up as the allocator does; an op's outputs exist before its inputs
+    are freed; its workspace exists while it runs. Without a plan this is the plain step, which may
+    hold a storage beyond its last use; with one, its schedule is followed to the letter, and every
+    copy of a storage counts for itself.
+    """
+    profile.check(graph)
+    liveness = analyze(graph)
+    if plan is None:
+        ops = np.arange(len(graph.ops), dtype=np.int64)
+        copies = np.zeros_like(ops)
+        touched = np.flatnonzero(liveness.release >= 0)
+        lives = Lives(touched, liveness.birth[touched], liveness.release[touched])
+    else:
+        ops, copies, lives = _replay(graph, plan, liveness)
+    sizes = device_sizes(graph, profile.allocator)
+    times = np.where(copies > 0, profile.copy_times_us[ops], profile.times_us[ops])
+    by_role = _by_role(graph, lives, sizes, len(ops))
+    by_role[ROLES.index(Role.TEMP)] += profile.workspaces_bytes[ops]
+    return Trace(
+        graph=graph,
+        ops=ops,
+        copies=copies,
+        live_bytes=by_role.sum(axis=0) + profile.overhead_bytes,
+        by_role=by_role,
+        starts_us=np.concatenate([[0.0], np.cumsum(times)]),
+        recompute_us=float(times[copies > 0].sum()),
+        overhead_bytes=profile.overhead_bytes,
+        sizes_bytes=sizes,
+        lives=lives,
+        liveness=liveness,
+    )
+
+
+def _replay(graph: StepGraph, plan: Plan, liveness: Liveness) -> tuple[Ints, Ints, Lives]:
+    """What runs at each position of a plan's schedule, and the lives of what it makes and frees."""
+    if plan.fingerprint != graph.fingerprint:
+        plan.check(graph)  # which says so
+    flow, n_ops = dataflow(graph), len(graph.ops)
+    ops: list[int] = []
+    copies: list[int] = []
+    storages = [int(s) for s in np.flatnonzero(liveness.is_resident & (liveness.death >= 0))]
+    starts = [0] * len(storages)
+    ends = [-1] * len(storages)  # -1: to the end of the step
+    living: dict[tuple[int, int], int] = {}
+    for instruction in plan.schedule:
+        copy = instruction.copy
+        if isinstance(instruction, Compute):
+            op = instruction.op
+            if not 0 <= op < n_ops:
+                raise InvalidSchedule(f"op {op}", f"does not exist: there are {n_ops}")
+            for storage in flow.copy_makes[op] if copy else flow.makes[op]:
+                living[storage, copy] = len(storages)
+                storages.append(storage)
+                starts.append(len(ops))
+                ends.append(-1)
+            ops.append(op)
+            copies.append(copy)
+        else:
+            found = living.pop((instruction.storage, copy), None)
+            if found is None:
+                name = f"storage {instruction.storage} (copy {copy})"
+                raise InvalidSchedule(name, "is freed, but is not there")
+            ends[found] = len(ops) - 1
+    end = np.array(ends, dtype=np.int64)
+    lives = Lives(
+        np.array(storages, dtype=np.int64),
+        np.array(starts, dtype=np.int64),
+        np.where(end < 0, len(ops) - 1, end),
+    )
+    return np.array(ops, dtype=np.int64), np.array(copies, dtype=np.int64), lives
+
+
+def _by_role(graph: StepGraph, lives: Lives, sizes: Ints, n_positions: int) -> Ints:
+    """The bytes alive at each position, one row a role."""
+    row_of = {role: row for row, role in enumerate(ROLES)}
+    rows = np.array([row_of[storage.role] for storage in graph.storages], dtype=np.int64)
+    changes = np.zeros((len(ROLES), n_positions + 1), dtype=np.int64)
+    held_rows, held_bytes = rows[lives.storage], sizes[lives.storage]
+    np.add.at(changes, (held_rows, lives.start), held_bytes)
+    np.subtract.at(changes, (held_rows, lives.end + 1), held_bytes)
+    return np.cumsum(changes[:, :n_positions], axis=1)
+
+
+def device_sizes(graph: StepGraph, allocator: str) -> Ints:
+    """Each storage's bytes on the main device, as its allocator counts; 0 for what is elsewhere.
+
+    An arena holds what the step makes; what is there before it lies where CUDA's allocator put it.
+    """
+    device = main_device(graph)
+    sizes = np.array([storage.nbytes for storage in graph.storages], dtype=np.int64)
+    elsewhere = np.array([storage.device != device for storage in graph.storages], dtype=bool)
+    counted = allocated_bytes(sizes, allocator)
+    if allocator == "arena":
+        counted = np.where(analyze(graph).is_resident, allocated_bytes(sizes, "cuda"), counted)
+    return np.where(elsewhere, 0, counted)
+
+
+def main_device(graph: StepGraph) -> str:
+    """The device that holds the parameters."""
+    for storage in graph.storages:
+        if storage.role is Role.PARAM:
+            return storage.device
+    return graph.storages[0].device if graph.storages else "cpu"

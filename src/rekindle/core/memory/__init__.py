@@ -1,0 +1,1 @@
+"""Addresses: layout, packing, and steering of CUDA's allocator."""

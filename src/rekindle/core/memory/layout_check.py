@@ -1,0 +1,101 @@
+"""Proves a layout right by going through the step: nothing is written over what is still needed.
+
+This shares no code with what makes layouts. It knows from the schedule what is made, read and freed
+when, and from the layout where it lies.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+from rekindle.core.graph.dataflow import dataflow
+from rekindle.core.graph.graph import StepGraph
+from rekindle.core.graph.schedule import Free, Plan, Run, resolve
+from rekindle.core.memory.layout import Layout, Piece, schedule_of
+from rekindle.errors import InvalidLayout
+
+
+def check_layout(graph: StepGraph, layout: Layout, plan: Plan | None = None) -> None:
+    """Raise InvalidLayout unless every piece has room of its own while it is there.
+
+    An op may write its result over an input, the whole of it, if its operator can do so and the
+    input is freed right after.
+    """
+    memory = _Memory(graph, layout)
+    steps = list(resolve(graph, schedule_of(graph, plan)))
+    for place, step in enumerate(steps):
+        if isinstance(step, Free):
+            memory.free(Piece(step.storage, step.copy))
+            continue
+        dying: set[Piece] = set()
+        for later in steps[place + 1 :]:
+            if not isinstance(later, Free):
+                break
+            dying.add(Piece(later.storage, later.copy))
+        memory.run(step, dying)
+
+
+class _Memory:
+    """What lies where, at one moment."""
+
+    def __init__(self, graph: StepGraph, layout: Layout) -> None:
+        self.graph = graph
+        self.flow = dataflow(graph)
+        self.arena_bytes = layout.arena_bytes
+        rows = zip(layout.storage, layout.copy, layout.offset, layout.nbytes, strict=True)
+        self.where = {Piece(int(s), int(c)): (int(at), int(size)) for s, c, at, size in rows}
+        self.entered = {value.storage for value in graph.values if value.producer is None}
+        self.there: list[tuple[int, int, Piece]] = []  # start, end, sorted
+
+    def run(self, run: Run, dying: set[Piece]) -> None:
+        op = self.graph.ops[run.op]
+        for storage in self.flow.copy_makes[run.op] if run.copy else self.flow.makes[run.op]:
+            if storage in self.entered:
+                continue
+            piece = Piece(storage, run.copy)
+            if piece not in self.where:
+                raise InvalidLayout(op.name, "its result has no address")
+            start, nbytes = self.where[piece]
+            if nbytes < self.graph.storages[storage].nbytes:
+                raise InvalidLayout(op.name, f"its result gets {nbytes} bytes, which is too few")
+            if start < 0 or start + nbytes > self.arena_bytes:
+                raise InvalidLayout(op.name, "its result lies outside of the arena")
+            for other in self._within(start, start + nbytes):
+                if other not in dying or not self._may_overwrite(run, piece, other):
+                    raise InvalidLayout(op.name, f"its result lies over {self._name(other)}")
+                self.free(other)
+                dying.discard(other)
+                self.where[other] = (-1, 0)  # to be freed in a moment, and gone already
+            if nbytes:
+                insort(self.there, (start, start + nbytes, piece))
+
+    def free(self, piece: Piece) -> None:
+        start, nbytes = self.where[piece]
+        if nbytes:
+            self.there.remove((start, start + nbytes, piece))
+
+    def _within(self, start: int, end: int) -> list[Piece]:
+        """What lies in a range of bytes."""
+        first = bisect_left(self.there, (start,))
+        if first and self.there[first - 1][1] > start:
+            first -= 1
+        found = []
+        for low, _, piece in self.there[first:]:
+            if low >= end:
+                break
+            found.append(piece)
+        return found
+
+    def _may_overwrite(self, run: Run, piece: Piece, other: Piece) -> bool:
+        op = self.graph.ops[run.op]
+        if self.where[piece] != self.where[other] or (run.copy and op.copy_target):
+            return False
+        return any(
+            Piece(self.graph.values[value].storage, run.copies[value]) == other
+            for value in op.may_overwrite
+        )
+
+    def _name(self, piece: Piece) -> str:
+        names = (v.name for v in self.graph.values if v.storage == piece.storage)
+        copy = f" (copy {piece.copy})" if piece.copy else ""
+        return f"{next(names, f'storage {piece.storage}')}{copy}, which is needed later"

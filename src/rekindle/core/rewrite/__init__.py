@@ -1,0 +1,1 @@
+"""Graph-to-graph rewrites that keep every bit."""

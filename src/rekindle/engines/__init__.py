@@ -1,0 +1,1 @@
+"""How a rewritten step runs."""

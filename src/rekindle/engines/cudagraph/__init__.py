@@ -1,0 +1,1 @@
+"""Steps launched by CUDA graphs, in one arena."""

@@ -1,0 +1,1 @@
+"""Steps whose small ops are compiled by Inductor."""

@@ -1,0 +1,1 @@
+"""Times and bytes of real runs."""

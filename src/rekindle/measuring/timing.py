@@ -1,0 +1,65 @@
+"""Measures a step: the time, and the peak of the bytes allocated on the device."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from rekindle.measuring.meters import cuda_samples_us, peak_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What a step really took: the most bytes allocated at any moment, and the median time."""
+
+    peak_bytes: int
+    step_us: float
+    samples_us: tuple[float, ...]
+
+
+def measure(
+    step: Callable[[], Any],
+    *,
+    device: torch.device,
+    steps: int,
+    warmup: int = 1,
+    around: Callable[[], list[Any]] = list,
+) -> Measurement:
+    """Run `step` to warm up, once to watch memory, then a few times for the time.
+
+    On CUDA, steps are launched one after the other without waiting, as in a training loop, and a
+    sample is the time between the ends of two of them on the device. `around` returns the tensors
+    that are there before a step, asked for once the step is warm: on the CPU they count for what
+    nothing else tells.
+    """
+    if steps < 1:
+        raise ValueError(f"at least one step is needed for a time, not {steps}")
+    for _ in range(warmup):
+        step()
+    peak = peak_bytes(step, device, around)
+    samples = cuda_samples_us(step, steps) if device.type == "cuda" else _samples_us(step, steps)
+    return Measurement(peak, statistics.median(samples), tuple(samples))
+
+
+def _samples_us(step: Callable[[], Any], steps: int) -> list[float]:
+    samples = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        step()
+        samples.append((time.perf_counter() - start) * 1e6)
+    return samples
+
+
+def tensors_around(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> list[Any]:
+    """What is there before a step: parameters, gradients, buffers, optimizer state and batch."""
+    params = list(model.parameters())
+    grads = [param.grad for param in params]
+    state = list(optimizer.state.values())
+    return [*params, *grads, *model.buffers(), *pytree.tree_leaves([state, batch])]

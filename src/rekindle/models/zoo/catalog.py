@@ -1,0 +1,154 @@
+"""The zoo's table, and how a row of it becomes a workload."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from functools import partial
+
+import torch
+from torch.optim import AdamW
+from torch.utils._pytree import tree_map_only
+
+from rekindle.errors import ModelError
+from rekindle.models.workload import (
+    ModelSpec,
+    Parts,
+    Workload,
+    check_batch,
+    check_device,
+    check_precision,
+    make_train_step,
+)
+from rekindle.models.zoo import small, text, vision
+
+SEED = 0
+LEARNING_RATE = 1e-4
+
+_BERT_LARGE = partial(text.bert, layers=24, heads=16, hidden=1024)
+_BERT_TINY = partial(text.bert, sequence=64, layers=2, heads=2, hidden=128, vocab=1024)
+_GPT2_TINY = partial(text.gpt2, sequence=64, layers=2, heads=2, hidden=128, vocab=1024)
+_VIT_TINY = partial(vision.vit, image=32, patch=4, layers=2, heads=2, hidden=64, classes=10)
+
+
+def _resnet(depth: int, default_batch: int) -> ModelSpec:
+    build_fn = partial(vision.resnet, depth)
+    summary = f"ResNet-{depth} on 224x224 images, 1000 classes"
+    return ModelSpec(f"resnet{depth}", summary, default_batch, build_fn, "torchvision")
+
+
+MODELS: dict[str, ModelSpec] = {
+    spec.name: spec
+    for spec in (
+        ModelSpec("mlp", "perceptron, 4 hidden layers of 512", 64, small.mlp),
+        ModelSpec("lstm", "2 LSTM layers unrolled by hand over 32 tokens", 32, small.lstm),
+        ModelSpec(
+            "resnet-tiny",
+            "3 residual blocks, 32x32 images",
+            16,
+            vision.resnet_tiny,
+            "torchvision",
+        ),
+        _resnet(18, 64),
+        _resnet(50, 64),
+        _resnet(152, 32),
+        ModelSpec("vit-tiny", "2 layers on 32x32 images", 16, _VIT_TINY, "torchvision"),
+        ModelSpec("vit", "ViT-B/16 on 224x224 images", 64, vision.vit, "torchvision"),
+        ModelSpec("bert-tiny", "2 layers, sequence 64, masked", 8, _BERT_TINY, "transformers"),
+        ModelSpec("bert-base", "12 layers, sequence 512, masked", 16, text.bert, "transformers"),
+        ModelSpec("bert-large", "24 layers, sequence 512, masked", 8, _BERT_LARGE, "transformers"),
+        ModelSpec("gpt2-tiny", "2 layers, sequence 64, causal", 8, _GPT2_TINY, "transformers"),
+        ModelSpec("gpt2", "12 layers, sequence 1024, causal", 8, text.gpt2, "transformers"),
+    )
+}
+
+
+def available() -> list[ModelSpec]:
+    """Every model of the zoo, small ones of a family before large ones.
+
+    >>> [spec.name for spec in available() if spec.needs is None]
+    ['mlp', 'lstm']
+    """
+    return list(MODELS.values())
+
+
+def build(
+    name: str,
+    *,
+    batch: int | None = None,
+    precision: str = "fp32",
+    device: str | torch.device = "cpu",
+    **size: int,
+) -> Workload:
+    """Build a model of the zoo with its optimizer, a batch of random data and its training step.
+
+    The numbers depend on the name and the sizes alone: model and batch are drawn on the CPU from a
+    fixed seed, whatever the device, and the global generators are left as they were. ``size`` takes
+    the model's own arguments, which ``ModelSpec.sizes`` lists.
+
+    >>> work = build("mlp", batch=4, hidden=8)
+    >>> [tuple(part.shape) for part in work.batch]
+    [(4, 784), (4,)]
+    >>> loss = work.train_step(work.model, work.optimizer, work.batch)
+    >>> loss.shape
+    torch.Size([])
+    """
+    return build_spec(find(name), batch=batch, precision=precision, device=device, **size)
+
+
+def build_spec(
+    spec: ModelSpec,
+    *,
+    batch: int | None = None,
+    precision: str = "fp32",
+    device: str | torch.device = "cpu",
+    **size: int,
+) -> Workload:
+    """What `build` does for a model that need not be in the zoo."""
+    batch_size = spec.default_batch if batch is None else batch
+    check_batch(batch_size)
+    check_precision(precision)
+    target = check_device(device)
+    parts = _seeded_parts(spec, batch_size, size)
+
+    model = parts.model.train().to(target)
+    on_target = tree_map_only(torch.Tensor, lambda tensor: tensor.to(target), parts.batch)
+    optimizer = AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    train_step = make_train_step(parts.loss_fn, precision=precision, device_type=target.type)
+    return Workload(
+        name=spec.name,
+        train_step=train_step,
+        model=model,
+        optimizer=optimizer,
+        batch=on_target,
+        batch_size=batch_size,
+        precision=precision,
+        device=str(target),
+    )
+
+
+def find(name: str) -> ModelSpec:
+    """The row of that name, or an error that offers the nearest one."""
+    if name not in MODELS:
+        raise ModelError(f"no model named {name!r}{did_you_mean(name, MODELS)}")
+    return MODELS[name]
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of an error message: the closest known name, if any is close, and all of them."""
+    known = list(known)
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f", did you mean {close[0]!r}?" if close else ";"
+    return f"{hint} known: {', '.join(known)}"
+
+
+def _seeded_parts(spec: ModelSpec, batch: int, size: dict[str, int]) -> Parts:
+    for argument in size:
+        if argument not in spec.sizes:
+            raise ModelError(
+                f"{spec.name} has no size {argument!r}{did_you_mean(argument, spec.sizes)}"
+            )
+    # Not torch.manual_seed: that would seed the GPU's generators too, which stay the caller's.
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.default_generator.manual_seed(SEED)
+        return spec.build_fn(batch, **size)

@@ -1,0 +1,99 @@
+"""Models that come in any size: how memory grows with depth or length is studied on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from rekindle.errors import ModelError
+from rekindle.models.workload import ModelSpec, Parts, Workload
+from rekindle.models.zoo import small, vision
+from rekindle.models.zoo.catalog import build_spec
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A model in many sizes. `size_name` says what a size is: a depth, a length.
+
+    `sizes` are those shown unless others are asked for. The last three are for steps that are
+    really run on a CPU, which takes longer: sizes, batch, and other arguments of the builder.
+    """
+
+    name: str
+    title: Callable[..., str]
+    size_name: str
+    sizes: tuple[int, ...]
+    default_batch: int
+    build_fn: Callable[..., Parts]
+    check: Callable[[int], None]
+    needs: str | None
+    cpu_sizes: tuple[int, ...]
+    cpu_batch: int
+    cpu_extent: dict[str, int]
+
+    def build(self, size: int, **how: Any) -> Workload:
+        """The member of that size; `how` is what `models.build` takes."""
+        self.check(size)
+        build_fn = partial(self.build_fn, size)
+        spec = ModelSpec(f"{self.name}-{size}", "", self.default_batch, build_fn, self.needs)
+        return build_spec(spec, **how)
+
+
+def _resnet_title(image: int = 224) -> str:
+    return f"ResNet on {image}x{image} images"
+
+
+def _lstm_title() -> str:
+    return "Unrolled LSTM, 2 layers of 256"
+
+
+def _check_depth(depth: int) -> None:
+    least = 14  # a block in each stage
+    if depth >= least and depth % 3 == 2:
+        return
+    below = depth - (depth - 2) % 3
+    near = f"{below} or {below + 3}" if below >= least else f"{least}"
+    raise ModelError(
+        f"a ResNet has 3 layers for each of its 4 or more blocks and 2 beside them, and {depth} is "
+        f"no such depth: take {near}"
+    )
+
+
+def _check_length(length: int) -> None:
+    if length < 1:
+        raise ModelError(f"a sequence has at least 1 position, and {length} is no such length")
+
+
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (
+        Family(
+            name="resnet",
+            title=_resnet_title,
+            size_name="depth",
+            sizes=(50, 152, 500, 1001),
+            default_batch=32,
+            build_fn=vision.resnet_of_depth,
+            check=_check_depth,
+            needs="torchvision",
+            cpu_sizes=(50, 101, 152),
+            cpu_batch=8,
+            cpu_extent={"image": 128},
+        ),
+        Family(
+            name="lstm",
+            title=_lstm_title,
+            size_name="length",
+            sizes=(16, 32, 64, 128),
+            default_batch=32,
+            build_fn=small.lstm_stepped,
+            check=_check_length,
+            needs=None,
+            cpu_sizes=(16, 32, 64),
+            cpu_batch=32,
+            cpu_extent={},
+        ),
+    )
+}

@@ -1,0 +1,1 @@
+"""Planners: pure functions (StepGraph, Profile, budget in bytes) -> Plan."""

@@ -1,0 +1,1 @@
+"""Planners from the literature, to compare with."""

@@ -1,0 +1,293 @@
+"""The planners of Chen et al. (2016): segments of √n, segments in segments, and by kind of op.
+
+The forward pass is no chain. A **cut** lies between two forward ops; what **crosses** it are the
+cells written before it that forward ops read after it. With those at hand, whatever lies after the
+cut can be computed without going back past it; so segments end where few bytes cross. A cell that
+an in-place op overwrites later cannot be kept, so that a cut which it crosses is avoided.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from rekindle.core.cost.profile import Profile
+from rekindle.core.graph.graph import Op, StepGraph
+from rekindle.core.graph.op_names import op_name
+from rekindle.core.graph.schedule import Plan
+from rekindle.planners.finish import finish
+from rekindle.planners.lowering import Choices, choices, lower
+from rekindle.planners.problem import FORWARD, Floats, Ints, Problem, problem_of
+
+# Around √n segments: which number is best depends on how much crosses the cuts.
+_SEGMENTS_OF_SQRT = (0.5, 0.7, 1.0, 1.4, 2.0)
+
+# A part of a split segment must not have more than this share of its bytes, so that the depth of
+# the recursion is logarithmic.
+_LARGEST_PART = 0.75
+
+# Ops that take long for the bytes they make, whether or not their FLOPs are known.
+_EXPENSIVE = (
+    "_cudnn_rnn",
+    "_flash_attention",
+    "_scaled_dot_product",
+    "_scaled_mm",
+    "_thnn_fused",
+    "_trilinear",
+    "addbmm",
+    "addmm",
+    "addmv",
+    "baddbmm",
+    "bmm",
+    "conv",
+    "cudnn_conv",
+    "einsum",
+    "linear",
+    "lstm",
+    "matmul",
+    "miopen_rnn",
+    "mkldnn_",
+    "mm",
+    "mv",
+    "slow_conv",
+)
+
+
+def plan_chen_sqrt(graph: StepGraph, profile: Profile, budget_bytes: int) -> Plan:
+    """Cut the forward pass into about √n segments, and keep only what crosses a cut.
+
+    Of a few numbers of segments around √n, the one with the least peak is taken.
+    """
+    problem = problem_of(graph, profile)
+
+    def cost(chosen: Choices) -> tuple[int, float]:
+        lowered = lower(problem, chosen)
+        return lowered.peak_bytes, lowered.recompute_us
+
+    chosen = min(sqrt_choices(problem), key=cost)
+    return finish(problem, chosen, planner="chen-sqrt", budget_bytes=budget_bytes)
+
+
+def plan_chen_recursive(graph: StepGraph, profile: Profile, budget_bytes: int) -> Plan:
+    """Cut the forward pass in two, keep what crosses, and do the same to both halves."""
+    problem = problem_of(graph, profile)
+    chosen = recursive_choices(problem)
+    return finish(problem, chosen, planner="chen-recursive", budget_bytes=budget_bytes)
+
+
+def plan_chen_selective(graph: StepGraph, profile: Profile, budget_bytes: int) -> Plan:
+    """Keep what convolutions, matrix products, attention and RNN kernels make; drop the rest."""
+    problem = problem_of(graph, profile)
+    chosen = selective_choices(problem)
+    return finish(problem, chosen, planner="chen-selective", budget_bytes=budget_bytes)
+
+
+def selective_choices(problem: Problem) -> Choices:
+    """Drop what cheap ops make.
+
+    Where a cheap op changes an expensive result in place, the changed result is kept in its stead.
+    """
+    ops = problem.graph.ops
+    expensive = {
+        problem.storage[cell] for cell, op in enumerate(problem.writer) if is_expensive(ops[op])
+    }
+    kept = [cell for cell, storage in enumerate(problem.storage) if storage in expensive]
+    return choices(problem, kept)
+
+
+def is_expensive(op: Op) -> bool:
+    """Whether an op takes long for the bytes it makes.
+
+    >>> from rekindle.core.graph.graph import Phase
+    >>> is_expensive(Op(0, "a", "aten.mm.default", Phase.FORWARD, (), ()))
+    True
+    >>> is_expensive(Op(0, "b", "aten.relu.default", Phase.FORWARD, (), ()))
+    False
+    """
+    return op.flops > 0 or op_name(op).startswith(_EXPENSIVE)
+
+
+@dataclass(frozen=True)
+class _Spans:
+    """The cells there is a choice about, and which cuts they cross.
+
+    Cut p lies just before the p-th forward op. A cell is written by the forward op `first` and read
+    last by `last`, both counted among forward ops, and crosses the cuts first + 1 … last.
+    `crossing` is what it weighs there: its bytes, or, if it cannot be kept, more than everything.
+    `held` is what it adds to a segment that is computed again: nothing if only forward ops read it.
+    """
+
+    cells: Ints
+    first: Ints
+    last: Ints
+    crossing: Floats
+    held: Floats
+    n_forward: int
+
+    def of(self, which: Ints) -> _Spans:
+        """These of the cells, by position."""
+        return _Spans(
+            self.cells[which],
+            self.first[which],
+            self.last[which],
+            self.crossing[which],
+            self.held[which],
+            self.n_forward,
+        )
+
+
+def _spans(problem: Problem) -> _Spans:
+    is_forward = np.array([op.phase in FORWARD for op in problem.graph.ops], dtype=bool)
+    place = np.cumsum(is_forward, dtype=np.int64) - 1
+    cells = np.array(
+        [c for c in range(problem.n_cells) if problem.bytes[c] and not problem.must_keep[c]],
+        dtype=np.int64,
+    )
+    last_read = list(problem.writer)
+    for op in problem.graph.ops:
+        if op.phase in FORWARD:
+            for cell in problem.reads[op.index]:
+                last_read[cell] = op.index
+    nbytes = np.array(problem.bytes, dtype=np.float64)
+    can_keep = np.array(problem.can_keep, dtype=bool)
+    is_read = np.array([bool(needs) for needs in problem.needs], dtype=bool)
+    crossing = np.where(can_keep, nbytes, nbytes.sum() + nbytes)
+    return _Spans(
+        cells=cells,
+        first=place[np.array(problem.writer, dtype=np.int64)[cells]],
+        last=place[np.array(last_read, dtype=np.int64)[cells]],
+        crossing=crossing[cells],
+        held=np.where(is_read, nbytes, 0.0)[cells],
+        n_forward=int(is_forward.sum()),
+    )
+
+
+def sqrt_choices(problem: Problem) -> list[Choices]:
+    """What to keep for a few numbers of segments around √n.
+
+    The backward pass enters the last segment at once. For each number there are two choices: drop
+    that segment like the others, or keep it, which costs less time and, at times, more memory.
+    """
+    spans = _spans(problem)
+    # The total over √n, where n counts cells by their weight: n equal ones are n, small ones hardly
+    # count beside large ones.
+    usual_bytes = np.sqrt(np.square(spans.held).sum())
+    found: dict[tuple[int, ...], None] = {}
+    for factor in _SEGMENTS_OF_SQRT:
+        cuts = _cuts(spans, float(usual_bytes) / factor)
+        crosses = np.searchsorted(cuts, spans.first, "right") < np.searchsorted(
+            cuts, spans.last, "right"
+        )
+        in_last = spans.first >= (cuts[-1] if len(cuts) else 0)
+        for kept in (spans.cells[crosses], spans.cells[crosses | in_last]):
+            found[tuple(int(cell) for cell in kept)] = None
+    return [choices(problem, kept) for kept in found]
+
+
+def _cuts(spans: _Spans, limit_bytes: float) -> Ints:
+    """The cuts with the least bytes crossing in sum that leave no segment above the limit.
+
+    A single op that makes more than the limit is a segment of its own. best[p] is the least sum
+    over the cuts up to p, if p is one; a window that only moves on has the cuts that may precede p.
+    """
+    n = spans.n_forward
+    weights = np.bincount(spans.first + 1, weights=spans.crossing, minlength=n + 1)
+    weights -= np.bincount(spans.last + 1, weights=spans.crossing, minlength=n + 1)
+    crossing = np.cumsum(weights)
+    made = np.bincount(spans.first + 1, weights=spans.held, minlength=n + 1).cumsum()
+    earliest = np.searchsorted(made, made - limit_bytes * (1 + 1e-9), "left")
+    best, before = [0.0] * (n + 1), [0] * (n + 1)
+    window: deque[int] = deque()
+    for cut in range(1, n + 1):
+        while window and best[window[-1]] > best[cut - 1]:
+            window.pop()
+        window.append(cut - 1)
+        while window[0] < min(earliest[cut], cut - 1):
+            window.popleft()
+        before[cut] = window[0]
+        best[cut] = best[window[0]] + (float(crossing[cut]) if cut < n else 0.0)
+    cuts = []
+    while n and (n := before[n]):
+        cuts.append(n)
+    return np.array(cuts[::-1], dtype=np.int64)
+
+
+def recursive_choices(problem: Problem) -> Choices:
+    """Segments in segments: at any time one cut a level is held, O(log n) in all.
+
+    What crosses a segment's midpoint is held from when the backward pass enters the segment; a run
+    of ops that only passes through lets go of it. The backward pass enters the last part of the
+    forward pass, and the last part of that, at once: what crosses there is kept. Each level costs
+    up to another forward pass.
+    """
+    spans = _spans(problem)
+    first_need = np.array(problem.first_need, dtype=np.int64)
+    kept: list[int] = []
+    hold_from = np.zeros(problem.n_cells, dtype=np.int64)
+    todo = []
+    start = 0
+    for end in _ends_of_runs(problem):
+        run = np.flatnonzero((start <= spans.first) & (spans.first < end))
+        stays = spans.last[run] >= end
+        kept.extend(spans.cells[run[stays]])
+        todo.append((spans.of(run[~stays]), True))
+        start = end
+    while todo:
+        segment, is_entered_at_once = todo.pop()
+        if not len(segment.cells):
+            continue
+        cut = _midpoint(segment)
+        held = (segment.first < cut) & (cut <= segment.last)
+        if cut < 0:
+            held[:] = True
+        if is_entered_at_once:
+            kept.extend(segment.cells[held])
+        else:
+            hold_from[segment.cells[held]] = first_need[segment.cells].min()
+        todo.append((segment.of(np.flatnonzero(~held & (segment.last < cut))), False))
+        after = np.flatnonzero(~held & (segment.first >= cut))
+        todo.append((segment.of(after), is_entered_at_once))
+    return Choices(choices(problem, kept).keep, hold_from.tolist())
+
+
+def _ends_of_runs(problem: Problem) -> list[int]:
+    """How many forward ops there are up to the end of each run of them.
+
+    A step that computes several losses, one after the other, has several runs.
+    """
+    ends, count, in_run = [], 0, False
+    for op in problem.graph.ops:
+        if op.phase in FORWARD:
+            count += 1
+        elif in_run:
+            ends.append(count)
+        in_run = op.phase in FORWARD
+    return [*ends, count] if in_run else ends
+
+
+def _midpoint(segment: _Spans) -> int:
+    """The cut that splits a segment best; -1 where holding all of it takes no more memory.
+
+    Splitting a part of b bytes on and on, with c bytes at each cut, ends with about c·log(b / c)
+    held. The larger part counts, and must not be too large.
+    """
+    start = int(segment.first.min())
+    n = int(segment.last.max()) - start + 1
+    first, last = segment.first - start, segment.last - start
+    total = segment.held.sum()
+    crossing = np.bincount(first + 1, weights=segment.crossing, minlength=n + 1)
+    crossing -= np.bincount(last + 1, weights=segment.crossing, minlength=n + 1)
+    crossing = np.maximum(crossing.cumsum(), 0.0)
+    before = np.bincount(last + 1, weights=segment.held, minlength=n + 1).cumsum()
+    after = total - np.bincount(first + 1, weights=segment.held, minlength=n + 1).cumsum()
+    larger = np.maximum(before, after)
+    saves = crossing + larger < total * (1 - 1e-9)
+    if not saves.any():
+        return -1
+    in_middle = saves & (larger <= max(_LARGEST_PART * total, larger[saves].min()))
+    cuts = np.flatnonzero(in_middle)
+    weight = np.maximum(crossing[cuts], 1e-9 * total)
+    score = weight * (1 + np.log2(1 + larger[cuts] / weight))
+    return start + int(cuts[np.lexsort((larger[cuts], score))[0]])

@@ -1,0 +1,225 @@
+"""The forward pass as a chain of blocks, cut where few bytes cross.
+
+A **segment** is a run of blocks. Its plan is made as if it were alone: what enters it was kept by
+the segments before it, and what it hands on it keeps itself. So the plans of segments can be chosen
+one by one, and only the bytes they keep add up.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from rekindle.planners.problem import Ints, Problem
+
+MOST_BLOCKS = 96
+_NEAR = 2  # a cell is handed on to the next blocks; what reads it from farther is not recomputed
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of blocks as a problem of its own.
+
+    `cells` and `ops` give the whole problem's number for each of its own; `exports` are the cells
+    it must keep for later segments, in its own numbers, and `borders` those that one of its blocks
+    hands on to another. `block_of_cell` counts its blocks from 0. The first `n_forward` ops are of
+    the forward pass; the others are readers. Before the first of those and after each, one op more
+    stands for all that run there until the next.
+    """
+
+    problem: Problem
+    cells: list[int]
+    ops: list[int]
+    exports: list[int]
+    borders: list[int]
+    block_of_cell: list[int]
+    signature: tuple[object, ...]
+    n_forward: int
+
+    @property
+    def from_ops(self) -> list[int]:
+        """The whole problem's op that each of its own begins with; the first one is from the start.
+
+        What stands for the ops after a reader begins right behind that.
+        """
+        n = self.n_forward
+        is_behind = [i > n and (i - n) % 2 == 0 for i in range(len(self.ops))]
+        found = [op + behind for op, behind in zip(self.ops, is_behind, strict=True)]
+        return [0, *found[1:]]
+
+
+class Blocks:
+    """A problem's forward pass, cut into blocks."""
+
+    def __init__(self, problem: Problem, most: int = MOST_BLOCKS) -> None:
+        self.problem = problem
+        self.ops = sorted(set(problem.writer))
+        self.number = {op: i for i, op in enumerate(self.ops)}
+        self.readers: list[list[int]] = [[] for _ in range(problem.n_cells)]  # forward ops
+        for i, op in enumerate(self.ops):
+            for cell in problem.reads[op]:
+                self.readers[cell].append(i)
+        self._all_readers = [op for op, _ in problem.readers]
+        self.ends = _cuts(self._crossing(), most, sum(problem.bytes) + 1)
+        self.block_of_op = np.searchsorted(self.ends, np.arange(len(self.ops)), side="right")
+        self.block_of_cell = [int(self.block_of_op[self.number[op]]) for op in problem.writer]
+        self.pinned, self.global_cells = self._far()
+
+    @property
+    def n_blocks(self) -> int:
+        """How many blocks there are."""
+        return len(self.ends)
+
+    def _crossing(self) -> Ints:
+        """The bytes that cross from each op to the next; what is not an activation weighs more."""
+        problem = self.problem
+        changes = np.zeros(len(self.ops) + 1)
+        total = sum(problem.bytes) + 1
+        for cell, readers in enumerate(self.readers):
+            if readers:
+                weight = problem.bytes[cell] * (1.0 if problem.needs[cell] else 1.5)
+                if not problem.can_keep[cell]:
+                    weight = total  # never between the ops that write one storage
+                changes[self.number[problem.writer[cell]]] += weight
+                changes[readers[-1]] -= weight
+        return np.cumsum(changes)[:-1].astype(np.int64)
+
+    def _far(self) -> tuple[set[int], set[int]]:
+        """Ops that read a cell from far away, and the cells that are kept for such ops.
+
+        A large cell is not kept for the sake of small ones: then those who read it from afar are
+        not recomputed.
+        """
+        problem = self.problem
+        share: dict[int, float] = {}  # by op: its part of the cells that would be kept for it
+        far_cells: dict[int, list[int]] = {}
+        for cell, readers in enumerate(self.readers):
+            block = self.block_of_cell[cell]
+            far = [self.ops[i] for i in readers if self.block_of_op[i] > block + _NEAR]
+            if problem.needs[cell]:
+                continue  # handed on anyway
+            for op in far:
+                share[op] = share.get(op, 0.0) + problem.bytes[cell] / len(far)
+                far_cells.setdefault(op, []).append(cell)
+        pinned = {
+            op
+            for op, nbytes in share.items()
+            if 2 * nbytes > sum(problem.bytes[cell] for cell in problem.writes[op])
+        }
+        kept = {cell for op, cells in far_cells.items() if op not in pinned for cell in cells}
+        return pinned, kept
+
+    def exports(self, cell: int, last: int) -> bool:
+        """Whether a segment that ends before block `last` hands a cell on to later ones."""
+        blocks = [int(self.block_of_op[i]) for i in self.readers[cell]]
+        later = [b for b in blocks if b >= last]
+        if not later:
+            return False
+        near = min(later) < last + _NEAR
+        return near or bool(self.problem.needs[cell]) or cell in self.global_cells
+
+    @cached_property
+    def _cells_by_block(self) -> list[list[int]]:
+        cells: list[list[int]] = [[] for _ in self.ends]
+        for cell, block in enumerate(self.block_of_cell):
+            cells[block].append(cell)
+        return cells
+
+    def segment(self, first: int, last: int) -> Segment:
+        """The blocks first…last-1 as a problem of their own."""
+        problem = self.problem
+        cells = [c for block in range(first, last) for c in self._cells_by_block[block]]
+        local = {cell: i for i, cell in enumerate(cells)}
+        start = int(self.ends[first - 1]) if first else 0
+        forward = self.ops[start : int(self.ends[last - 1])]
+        readers = sorted({op for c in cells for op in problem.needs[c]}.difference(forward))
+        ops = [*forward, *(op for reader in readers for op in (reader, reader))]
+        if readers:
+            ops.insert(len(forward), readers[0])
+        place = {op: i for i, op in enumerate(forward)}
+        place.update({op: len(forward) + 1 + 2 * i for i, op in enumerate(readers)})
+        inside = set(forward)
+        needs = [[place[op] for op in problem.needs[c] if op not in inside] for c in cells]
+        exports = [local[c] for c in cells if self.exports(c, last)]
+        blocks = [self.block_of_cell[c] - first for c in cells]
+        borders = [
+            local[c]
+            for c, block in zip(cells, blocks, strict=True)
+            if block < last - first - 1 and self.exports(c, first + block + 1)
+        ]
+        final = len(forward) - 1
+        sub = Problem(
+            graph=problem.graph,
+            profile=problem.profile,
+            storage=[problem.storage[c] for c in cells],
+            bytes=[problem.bytes[c] for c in cells],
+            writer=[place[problem.writer[c]] for c in cells],
+            last_use=[place.get(problem.last_use[c], final) for c in cells],
+            needs=needs,
+            can_keep=[problem.can_keep[c] for c in cells],
+            must_keep=[problem.must_keep[c] or problem.writer[c] in self.pinned for c in cells],
+            reads=[[local[c] for c in problem.reads[op] if c in local] for op in ops],
+            writes=[[local[c] for c in problem.writes[op]] for op in forward]
+            + [[] for _ in ops[len(forward) :]],
+            also_makes=[[] for _ in ops],
+            times=[problem.times[op] for op in ops],
+            workspaces=problem.workspaces[ops],
+            base=self._base(forward, readers),
+            between=problem.between[ops],
+            sizes=problem.sizes,
+        )
+        signature = (
+            tuple(sub.bytes),
+            tuple(sub.writer),
+            tuple(sub.can_keep),
+            tuple(sub.must_keep),
+            tuple(map(tuple, sub.needs)),
+            tuple(map(tuple, sub.reads)),
+            tuple(exports),
+            tuple(borders),
+            tuple(sub.last_use),
+            tuple(int(nbytes) for nbytes in sub.workspaces[: len(forward)]),
+        )
+        return Segment(sub, cells, ops, exports, borders, blocks, signature, len(forward))
+
+    def _base(self, forward: list[int], readers: list[int]) -> Ints:
+        """The base at each op of a segment; between readers, the most there is before the next.
+
+        Before the first, it counts from the last reader of whatever segment.
+        """
+        base, rest = self.problem.base, []
+        if readers:
+            place = bisect_left(self._all_readers, readers[0])
+            before = self._all_readers[place - 1] if place else self.ops[-1]
+            rest.append(int(base[before + 1 : readers[0]].max(initial=0)))
+        for reader in readers:
+            rest += [int(base[reader]), self._after[reader]]
+        return np.array([*base[forward], *rest], dtype=np.int64)
+
+    @cached_property
+    def _after(self) -> dict[int, int]:
+        """The most that the base is between each reader and the next one of whatever segment."""
+        base, ends = self.problem.base, [*self._all_readers[1:], self.problem.n_ops]
+        return {
+            reader: int(base[reader + 1 : end].max(initial=0))
+            for reader, end in zip(self._all_readers, ends, strict=False)
+        }
+
+
+def _cuts(crossing: Ints, most: int, never: int) -> Ints:
+    """Where to cut: one past ops at which no more bytes cross than at any op near, spaced out.
+
+    The result has the end of each block. `never` is what crosses where there must be no cut.
+    """
+    n = len(crossing)
+    radius = max(1, n // most)
+    ends: list[int] = []
+    for i in range(n - 1):
+        near = crossing[max(0, i - radius) : min(n - 1, i + radius + 1)]
+        is_least = crossing[i] < never and crossing[i] <= near.min()
+        if is_least and (not ends or i + 1 >= ends[-1] + radius):
+            ends.append(i + 1)
+    return np.array([*ends, n], dtype=np.int64)

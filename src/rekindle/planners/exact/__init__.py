@@ -1,0 +1,1 @@
+"""Integer programs: the optimum of small graphs."""

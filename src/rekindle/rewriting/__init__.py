@@ -1,0 +1,1 @@
+"""A plan written into the recorded step."""

@@ -1,0 +1,1 @@
+"""Models, sweeps and comparisons that the command line and the experiments run."""

@@ -1,0 +1,135 @@
+"""Lets a step on the CPU choose the operators that a GPU would run, for forecasts without a GPU.
+
+Torch cannot run a backward pass over fake CUDA tensors where there is no driver, so the graph is
+captured on the CPU. What differs there is put right while the step runs: attention is one fused
+operator, dropout keeps a mask of one byte an element, autocast leaves normalisations and the like
+in float32, and optimizers take their multi-tensor form.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from rekindle.tracing.undo import replaced
+
+aten = torch.ops.aten
+_ATTENTION, _DROPOUT = F.scaled_dot_product_attention, F.dropout
+_CROSS_ENTROPY = F.cross_entropy
+_HALF = (torch.bfloat16, torch.float16)
+
+# What CUDA's autocast runs in float32 and the CPU's does not.
+_FLOAT32_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
+    {
+        *(F.layer_norm, F.group_norm, F.softmax, F.log_softmax, F.softplus, F.softmin),
+        *(torch.layer_norm, torch.group_norm, torch.softmax, torch.log_softmax, torch.cumsum),
+        *(torch.exp, torch.log, torch.pow, torch.rsqrt, torch.norm, torch.prod, torch.cumprod),
+        *(torch.Tensor.softmax, torch.Tensor.log_softmax, torch.Tensor.exp, torch.Tensor.log),
+        *(torch.Tensor.pow, torch.Tensor.rsqrt, torch.Tensor.norm, torch.Tensor.cumsum),
+    }
+)
+
+
+@contextmanager
+def as_on_gpu() -> Iterator[None]:
+    """Everything below, for as long as the step runs."""
+    with ExitStack() as stack:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("torch.optim.") and hasattr(module, "_default_to_fused_or_foreach"):
+                choose = replaced(module, "_default_to_fused_or_foreach", _multi_tensor)
+                stack.enter_context(choose)
+        # Twice: for callers that took the function from its module, and for torch's own modules.
+        stack.enter_context(_GpuOperators())
+        stack.enter_context(replaced(F, "scaled_dot_product_attention", _attention))
+        stack.enter_context(replaced(F, "dropout", _dropout))
+        yield
+
+
+def _multi_tensor(*args: Any, **kwargs: Any) -> tuple[bool, bool]:
+    """An optimizer's own choice on a GPU: not fused, but foreach."""
+    return False, True
+
+
+class _GpuOperators(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is _ATTENTION:
+            return _attention(*args, **kwargs)
+        if func is _DROPOUT:
+            return _dropout(*args, **kwargs)
+        if func is _CROSS_ENTROPY and torch.is_autocast_enabled("cpu"):
+            return _cross_entropy(*args, **kwargs)
+        if func in _FLOAT32_FUNCTIONS and torch.is_autocast_enabled("cpu"):
+            args = tuple(_to_float32(arg) for arg in args)
+            kwargs = {key: _to_float32(arg) for key, arg in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+def _cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """Under CUDA's autocast the log-softmax stays in half precision, and the loss casts it."""
+    rest = (weight, size_average, ignore_index, reduce, reduction)
+    if label_smoothing or logits.dtype not in _HALF or target.is_floating_point():
+        return _CROSS_ENTROPY(logits, target, *rest, label_smoothing)
+    with torch.autocast("cpu", enabled=False):
+        scores = torch.log_softmax(logits, 1 if logits.dim() > 1 else 0)
+    return F.nll_loss(scores.float(), target, *rest)
+
+
+def _to_float32(arg: Any) -> Any:
+    is_half = isinstance(arg, torch.Tensor) and arg.dtype in _HALF
+    return arg.float() if is_half else arg
+
+
+def _dropout(
+    input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> torch.Tensor:
+    if training and p > 0 and not inplace:
+        return aten.native_dropout(input, p, True)[0]
+    return _DROPOUT(input, p, training, inplace)
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Fused attention: flash in half precision without a mask, memory-efficient otherwise."""
+    if query.dim() != 4:  # nor is it fused on a GPU
+        return _ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        query, key, value = (t.to(dtype) for t in (query, key, value))
+    if enable_gqa and key.shape[1] != query.shape[1]:
+        repeats = query.shape[1] // key.shape[1]
+        key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))
+    if attn_mask is None and query.dtype in _HALF:
+        flash = aten._scaled_dot_product_flash_attention
+        return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
+    if attn_mask is not None:
+        attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
+        if attn_mask.dtype is torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
+    efficient = aten._scaled_dot_product_efficient_attention
+    return efficient(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]

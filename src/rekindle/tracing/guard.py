@@ -1,0 +1,195 @@
+"""Checks before each step that the user's objects are as they were captured, values aside.
+
+A captured step holds for the tensors' forms, for which places share a tensor, and for all that
+modules are set to: their mode, constants such as a dropout's probability, their parts and their
+hooks. Hundreds of objects are looked at before the first kernel starts, so this has to be quick:
+lists are compared as wholes, which for unchanged objects goes by identity.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import nn
+
+from rekindle.tracing import batch_tree
+from rekindle.tracing.recording import Recording
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+
+def signature(tensor: torch.Tensor) -> Hashable:
+    """What a capture depends on of a tensor: all but its values."""
+    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+
+
+class Guard:
+    """Fetches the tensors a captured step works on, if all is still as it was captured."""
+
+    def __init__(self, recording: Recording) -> None:
+        around = recording.around
+        self.reason = ""
+        self._places = [(slot.container, slot.key) for slot in around.slots]
+        self._names = [slot.name for slot in around.slots]
+        self._ties = [(slot.container, slot.key) for slot, _ in around.ties]
+        self._tied_to = [index for _, index in around.ties]
+        self._optimizer = around.optimizer
+        self._group_sizes = [len(g["params"]) for g in around.optimizer.param_groups]
+        tensors = [slot.get() for slot in around.slots]
+        self._signatures = [signature(tensor) for tensor in tensors]
+        self._tensor_hooks = _tensor_hooks(tensors)
+        self._remember(tensors)
+        self._grads = [(use.slot, use.was_there) for use in recording.grads if use.reads_old]
+        self._effects = [
+            (effect.container, effect.key, _form(effect.before)) for effect in recording.effects
+        ]
+        changing = {(id(effect.container), effect.key) for effect in recording.effects}
+        self._modules = _ModuleForms([*around.modules.items()], changing)
+
+    def fetch(self) -> list[torch.Tensor] | None:
+        """The tensor in each slot, or None if something has changed; `reason` then says what."""
+        try:
+            tensors = [container[key] for container, key in self._places]
+            tied = [container[key] for container, key in self._ties]
+        except (KeyError, IndexError):
+            return self._refuse("a tensor is gone")
+        if not all(map(operator.is_, tied, map(tensors.__getitem__, self._tied_to))):
+            return self._refuse("other tensors are tied or grouped together")
+        if [len(group["params"]) for group in self._optimizer.param_groups] != self._group_sizes:
+            return self._refuse("the optimizer has other parameters")
+        if not self._are_the_last(tensors) and not self._have_the_form(tensors):
+            return None
+        if _tensor_hooks(tensors) != self._tensor_hooks:
+            return self._refuse("a tensor has other hooks")
+        if any((tensors[index].grad is not None) != there for index, there in self._grads):
+            return self._refuse("gradients from before the step have come or gone")
+        for container, key, form in self._effects:
+            if _form(container.get(key)) != form:
+                return self._refuse(f"{key} has another form")
+        if not self._modules.are_unchanged():
+            return self._refuse(self._modules.first_change())
+        return tensors
+
+    def _refuse(self, reason: str) -> list[torch.Tensor] | None:
+        self.reason = reason
+        return None
+
+    def _are_the_last(self, tensors: list[Any]) -> bool:
+        """Whether these are the very tensors of the last step, with their memory where it was."""
+        return (
+            all(map(operator.is_, tensors, self._last))
+            and list(map(torch.Tensor.data_ptr, tensors)) == self._pointers
+            and list(map(_requires_grad, tensors)) == self._requires_grad
+        )
+
+    def _have_the_form(self, tensors: list[Any]) -> bool:
+        for tensor, expected, name in zip(tensors, self._signatures, self._names, strict=True):
+            if not isinstance(tensor, torch.Tensor) or signature(tensor) != expected:
+                self._refuse(f"{name} has another form")
+                return False
+        self._remember(tensors)
+        return True
+
+    def _remember(self, tensors: list[torch.Tensor]) -> None:
+        self._last = tensors
+        self._pointers = list(map(torch.Tensor.data_ptr, tensors))
+        self._requires_grad = list(map(_requires_grad, tensors))
+
+
+class _ModuleForms:
+    """What modules are set to: attributes, parts, hooks. Tensors are the slots' business."""
+
+    def __init__(
+        self, modules: list[tuple[str, nn.Module]], changing: set[tuple[int, str]]
+    ) -> None:
+        self._named = modules
+        self._all_before = [self._constants(module.__dict__, changing) for _, module in modules]
+        self._changing = changing
+        self._plain: list[dict[str, Any]] = []
+        self._plain_before: list[dict[str, Any]] = []
+        self._mixed: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._contents: list[dict[Any, Any]] = []
+        for (_, module), constants in zip(modules, self._all_before, strict=True):
+            attributes = module.__dict__
+            if len(constants) == len(attributes):
+                self._plain.append(attributes)
+                self._plain_before.append(constants)
+            else:
+                self._mixed.append((attributes, constants))
+            self._contents += [module._modules, module._parameters, module._buffers]
+            self._contents += [attributes[name] for name in _HOOKS if name in attributes]
+        self._sizes = list(map(len, self._contents))
+        parts = [(content, dict(content)) for content in self._contents if content]
+        self._parts = [
+            (content, before)
+            for content, before in parts
+            if not any(isinstance(value, torch.Tensor) for value in before.values())
+        ]
+
+    @staticmethod
+    def _constants(attributes: dict[str, Any], changing: set[tuple[int, str]]) -> dict[str, Any]:
+        owner = id(attributes)
+        return {
+            key: copy.copy(value)
+            if type(value) in (list, dict, set) and not key.startswith("_")
+            else value
+            for key, value in attributes.items()
+            if not isinstance(value, torch.Tensor) and (owner, key) not in changing
+        }
+
+    def are_unchanged(self) -> bool:
+        """Whether every module is set as it was captured."""
+        try:
+            return (
+                all(map(operator.eq, self._plain, self._plain_before))
+                and list(map(len, self._contents)) == self._sizes
+                and all(content == before for content, before in self._parts)
+                and all(
+                    self._constants(now, self._changing) == before for now, before in self._mixed
+                )
+            )
+        except (RuntimeError, ValueError):  # something that cannot be compared has been replaced
+            return False
+
+    def first_change(self) -> str:
+        """What has changed, in words."""
+        for (path, module), before in zip(self._named, self._all_before, strict=True):
+            now = self._constants(module.__dict__, self._changing)
+            for key in now.keys() | before.keys():
+                if now.get(key) is not before.get(key) and now.get(key) != before.get(key):
+                    name = f"{path}.{key}" if path else key
+                    return f"{name} has changed from {before.get(key)!r} to {now.get(key)!r}"
+        return "modules have other parts or hooks"
+
+
+_requires_grad = operator.attrgetter("requires_grad")
+
+
+def _tensor_hooks(tensors: list[torch.Tensor]) -> list[Any]:
+    """Hooks that users have put on tensors: copies of the few dicts that are there."""
+    found = zip(
+        map(operator.attrgetter("_backward_hooks"), tensors),
+        map(operator.attrgetter("_post_accumulate_grad_hooks"), tensors),
+        strict=True,
+    )
+    return [
+        (index, *(dict(each) for each in hooks if each))
+        for index, hooks in enumerate(found)
+        if hooks != (None, None)
+    ]
+
+
+def _form(value: Any) -> Hashable:
+    """A module's attribute without its values: tensors as signatures, in whatever holds them."""
+    flat = batch_tree.flatten(value)
+    leaves = tuple(leaf for leaf in flat.structure.leaves if isinstance(leaf, (int, float, str)))
+    return str(flat.structure.spec), leaves, tuple(map(signature, flat.tensors))

@@ -1,0 +1,198 @@
+"""Lets the recorder know what passes the dispatcher by: modules, schedulers, random state."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as module_hooks
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from rekindle.tracing.recorder import Recorder
+from rekindle.tracing.undo import replaced
+
+_GENERATOR_MODULES = (
+    (torch, "cpu"),
+    (torch.random, "cpu"),
+    (torch.cuda, "cuda"),
+    (torch.cuda.random, "cuda"),
+)
+
+
+@contextmanager
+def watched(
+    recorder: Recorder,
+    modules: dict[str, nn.Module],
+    *,
+    on_unknown: Callable[[nn.Module], None],
+    on_optimizer: Callable[[torch.optim.Optimizer], None],
+) -> Iterator[None]:
+    """All of the below while the step runs.
+
+    `on_unknown` meets modules not in the list, `on_optimizer` each optimizer that is about to step.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(_module_paths(recorder, modules, on_unknown))
+        stack.enter_context(_schedulers_refused(recorder))
+        stack.enter_context(_optimizers_watched(on_optimizer))
+        stack.enter_context(_random_state_recorded(recorder))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(_MemoryReadsRefused(recorder))
+        stack.enter_context(_quiet(logging.getLogger("torch._subclasses.fake_tensor")))
+        stack.enter_context(warnings.catch_warnings())
+        # recurrent layers compare addresses of weights; nothing is read there
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        torch.clear_autocast_cache()
+        yield
+
+
+class _MemoryReadsRefused(TorchFunctionMode):
+    """Refuses what reads a tensor's memory without an operator, be the tensor real or fake."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func == _SET_DATA:
+            self._recorder.refuse(
+                "assigns to .data of a tensor",
+                "Change the tensor in place: with torch.no_grad(): p.copy_(new), or p.clamp_(...).",
+            )
+        if func in _MEMORY_READS:
+            self._recorder.refuse(
+                f"reads {_MEMORY_READS[func]} during the step",
+                "The step is captured once, without values: stay with torch operators, or do it "
+                "outside the step: loss = step(batch); print(f'{loss:.3f}').",
+            )
+        return func(*args, **(kwargs or {}))
+
+
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_MEMORY_READS = {
+    torch.Tensor.tolist: "a tensor's memory (.tolist())",
+    torch.Tensor.numpy: "a tensor's memory (.numpy())",
+    torch.Tensor.__array__: "a tensor's memory (.numpy(), np.asarray())",
+    torch.Tensor.__format__: "the value of a tensor (a format string)",
+}
+
+
+@contextmanager
+def _module_paths(
+    recorder: Recorder, modules: dict[str, nn.Module], on_unknown: Callable[[nn.Module], None]
+) -> Iterator[None]:
+    paths = {id(module): path for path, module in modules.items()}
+    stack = recorder.module_path
+    made_here: set[int] = set()  # a module that the step makes for itself is new every time
+    init = nn.Module.__init__
+
+    def note_and_init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        made_here.add(id(module))
+        init(module, *args, **kwargs)
+
+    def enter(module: nn.Module, args: Any) -> None:
+        if id(module) not in paths:
+            paths[id(module)] = type(module).__name__
+            if id(module) not in made_here:
+                on_unknown(module)
+        stack.append(paths[id(module)])
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        stack.pop()
+
+    hooks = (
+        module_hooks.register_module_forward_pre_hook(enter),
+        module_hooks.register_module_forward_hook(leave, always_call=True),
+    )
+    try:
+        with replaced(nn.Module, "__init__", note_and_init):
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def _optimizers_watched(on_optimizer: Callable[[torch.optim.Optimizer], None]) -> Iterator[None]:
+    handle = register_optimizer_step_pre_hook(lambda optimizer, *_: on_optimizer(optimizer))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _quiet(logger: logging.Logger) -> Iterator[None]:
+    """The user's own mistakes come as exceptions; torch also logs them as its failures."""
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextmanager
+def _schedulers_refused(recorder: Recorder) -> Iterator[None]:
+    def step(*args: Any, **kwargs: Any) -> None:
+        recorder.refuse(
+            "steps a learning-rate scheduler inside the training step",
+            "Call scheduler.step() after step(batch), outside: the new rate is used as it is.",
+        )
+
+    with ExitStack() as stack:
+        for scheduler in (LRScheduler, *_subclasses(LRScheduler)):
+            if "step" in vars(scheduler):
+                stack.enter_context(replaced(scheduler, "step", step))
+        yield
+
+
+def _subclasses(cls: type) -> Iterator[type]:
+    subclass: type
+    for subclass in cls.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)
+
+
+@contextmanager
+def _random_state_recorded(recorder: Recorder) -> Iterator[None]:
+    """`torch.utils.checkpoint` saves and restores random state: that belongs on the tape."""
+    with ExitStack() as stack:
+        for module, kind in _GENERATOR_MODULES:
+            get, set_ = _random_state_functions(recorder, module.get_rng_state, kind)
+            stack.enter_context(replaced(module, "get_rng_state", get))
+            stack.enter_context(replaced(module, "set_rng_state", set_))
+        yield
+
+
+def _random_state_functions(
+    recorder: Recorder, real_get: Callable[..., torch.Tensor], kind: str
+) -> tuple[Callable[..., torch.Tensor], Callable[..., None]]:
+    def get(device: Any = kind) -> torch.Tensor:
+        with _disable_current_modes():
+            state = real_get() if kind == "cpu" else real_get(device)
+        return recorder.get_random_state(_generator_name(device), state)
+
+    def set_(new_state: torch.Tensor, device: Any = kind) -> None:
+        recorder.set_random_state(_generator_name(device), new_state)
+
+    return get, set_
+
+
+def _generator_name(device: Any) -> str:
+    """A generator's device with its number: "cuda" means the current one."""
+    device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return str(device)

@@ -1,0 +1,187 @@
+"""Turns a recorded step into a `StepGraph`: the way out of torch."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable
+
+from torch import fx
+from torch._ops import OpOverload
+
+from rekindle.core.graph.graph import Op, Phase, Role, StepGraph, Storage, Value
+from rekindle.core.graph.roles import assign_roles
+from rekindle.tracing import operators
+from rekindle.tracing.recording import Recording
+from rekindle.tracing.tape import Call, Kind, OptimizerCall, run_optimizer
+
+_ROLE = {
+    Kind.PARAM: Role.PARAM,
+    Kind.BUFFER: Role.BUFFER,
+    Kind.ATTRIBUTE: Role.BUFFER,
+    Kind.OPT_STATE: Role.OPT_STATE,
+    Kind.BATCH: Role.INPUT,
+    Kind.EXTERNAL: Role.INPUT,
+    Kind.GRAD: Role.GRAD,
+}
+
+
+def lift(recording: Recording) -> StepGraph:
+    """The torch-free graph of a recorded step."""
+    return _Lift(recording).graph()
+
+
+class _Lift:
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
+        self.tape = recording.tape
+        self.values: list[Value] = []
+        self.value_of: dict[fx.Node, int] = {}
+        self.ops: list[Op] = []
+
+    def graph(self) -> StepGraph:
+        for entry in self.tape.entries:
+            self._add_value(entry.node, None)
+        phases = dict(zip((c.node for c in self.tape.calls), _phases(self.tape.calls), strict=True))
+        calls = {call.node: call for call in self.tape.calls}
+        opaque = {call.node: call for call in self.tape.optimizer_calls if call.is_opaque}
+        for node in self.tape.graph.nodes:
+            if node in calls:
+                self._add_op(calls[node], phases[node])
+            elif node in opaque:
+                self._add_opaque_optimizer(opaque[node])
+        outputs = self._indices(self.recording.outputs)
+        roles = assign_roles(
+            len(self.tape.storages),
+            self.ops,
+            self.values,
+            known={self._storage(e.node): _ROLE[e.kind] for e in self.tape.entries},
+            grads={self._storage(g) for c in self.tape.optimizer_calls for g in c.grads},
+            outputs={self.values[value].storage for value in outputs},
+        )
+        serials = [call.serial for call in self.tape.calls]
+        touched = {value.storage for value in self.values}  # not those of calls that were dropped
+        held = {
+            storage: bisect_right(serials, last) - 1
+            for storage, last in self.tape.held_until.items()
+            if storage in touched
+        }
+        storages = tuple(
+            Storage(index, meta.nbytes, role, str(meta.device), held.get(index, -1))
+            for index, (meta, role) in enumerate(zip(self.tape.storages, roles, strict=True))
+        )
+        return StepGraph(tuple(self.ops), tuple(self.values), storages, outputs)
+
+    def _storage(self, node: fx.Node) -> int:
+        return self.tape.metas[node].storage
+
+    def _add_value(self, node: fx.Node, producer: int | None) -> int:
+        meta = self.tape.metas[node]
+        index = self.value_of[node] = len(self.values)
+        dtype = str(meta.dtype).removeprefix("torch.")
+        self.values.append(Value(index, node.name, meta.storage, meta.shape, dtype, producer))
+        return index
+
+    def _indices(self, nodes: Iterable[fx.Node]) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(self.value_of[node] for node in nodes))
+
+    def _add_op(self, call: Call, phase: Phase) -> None:
+        index = len(self.ops)
+        inputs = self._indices(call.node.all_input_nodes)
+        outputs = tuple(self._add_value(node, index) for node in call.results)
+        read = {self.values[value].storage for value in inputs}
+        made = {self.values[value].storage for value in outputs}
+        copy_op = None
+        if isinstance(call.node.target, OpOverload) and len(call.results) == 3:
+            device = self.tape.storages[self._storage(call.results[0])].device
+            copy_op = operators.copy_op(call.node.target, device, bool(call.writes))
+        self.ops.append(
+            Op(
+                index=index,
+                name=call.node.name,
+                target=_target(call.node),
+                phase=phase,
+                inputs=inputs,
+                outputs=outputs,
+                mutates=self._indices(call.writes),
+                is_random=call.is_random,
+                is_view=bool(made) and made <= read and not call.writes,
+                flops=call.flops,
+                source=call.source,
+                copy_target=str(copy_op or ""),
+                may_overwrite=self._may_overwrite(call),
+            )
+        )
+
+    def _may_overwrite(self, call: Call) -> tuple[int, ...]:
+        """The inputs of the result's form, each a whole storage, if the operator can use one."""
+        target = call.node.target
+        if not isinstance(target, OpOverload) or len(call.results) != 1 or call.writes:
+            return ()
+        metas, inputs = self.tape.metas, call.node.all_input_nodes
+        if operators.overwriting(target) is None:
+            if operators.in_place(target) is None:
+                return ()
+            inputs = [node for node in inputs if node is call.node.args[0]]
+        result = metas[call.results[0]]
+        storages = [metas[node].storage for node in call.node.all_input_nodes]
+        return tuple(
+            self.value_of[node]
+            for node in inputs
+            if metas[node]._replace(storage=result.storage) == result
+            and metas[node].storage != result.storage
+            and storages.count(metas[node].storage) == 1
+            and self._fills_its_storage(node)
+        )
+
+    def _fills_its_storage(self, node: fx.Node) -> bool:
+        meta = self.tape.metas[node]
+        return (
+            math.prod(meta.shape) * meta.dtype.itemsize == self.tape.storages[meta.storage].nbytes
+        )
+
+    def _add_opaque_optimizer(self, call: OptimizerCall) -> None:
+        entries = self.tape.entries
+        state = [e.node for e in entries if e.kind in (Kind.PARAM, Kind.OPT_STATE)]
+        self.ops.append(
+            Op(
+                index=len(self.ops),
+                name=call.node.name,
+                target=f"rekindle.{run_optimizer.__name__}",
+                phase=Phase.OPTIMIZER,
+                inputs=self._indices([*call.grads, *state]),
+                outputs=(),
+                mutates=self._indices(state),
+            )
+        )
+
+
+def _target(node: fx.Node) -> str:
+    """What a node calls; functions of our own are told by their name, not their address."""
+    target = node.target
+    return str(target) if isinstance(target, OpOverload) else f"rekindle.{target.__name__}"  # type: ignore[union-attr]
+
+
+def _phases(calls: list[Call]) -> list[Phase]:
+    """The phase of each call.
+
+    Whatever follows the last backward op is the optimizer's (clipping, averaging). The loss is what
+    a loss function of torch computes, what the step computes from the model's outputs outside any
+    module, and all that follows from these.
+    """
+    last_backward = max((i for i, call in enumerate(calls) if call.in_backward), default=-1)
+    of_model: set[fx.Node] = set()
+    of_loss: set[fx.Node] = set()
+    phases: list[Phase] = []
+    for index, call in enumerate(calls):
+        if call.in_backward:
+            phases.append(Phase.BACKWARD)
+        elif call.in_optimizer or index > last_backward:
+            phases.append(Phase.OPTIMIZER)
+        else:
+            inputs = set(call.node.all_input_nodes)
+            after_model = not call.in_model and not inputs.isdisjoint(of_model)
+            is_loss = call.in_loss or after_model or not inputs.isdisjoint(of_loss)
+            (of_loss if is_loss else of_model if call.in_model else set()).update(call.results)
+            phases.append(Phase.LOSS if is_loss else Phase.FORWARD)
+    return phases

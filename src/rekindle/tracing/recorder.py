@@ -1,0 +1,370 @@
+"""Records every operator of a training step as it runs on fake tensors.
+
+The step runs with the user's own model and optimizer: whatever real tensor an operator meets, a
+parameter, a buffer, a tensor in a closure, takes part as its fake twin, so nothing real is read,
+written or allocated, and no reference the user holds anywhere is missed. Autograd sees the real
+leaves, so `loss.backward()` hands out gradients as always; they are fake, and taken away again
+afterwards.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable
+from typing import Any, NoReturn
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from rekindle.core.graph.graph import Source
+from rekindle.engines import rng
+from rekindle.errors import CaptureError
+from rekindle.tracing import fake_overrides, operators, user_line
+from rekindle.tracing.constant_values import KnownValues
+from rekindle.tracing.tape import Call, Entry, Kind, Meta, StorageMeta, Tape
+
+aten = torch.ops.aten
+
+
+class Recorder(TorchDispatchMode):
+    """The dispatch mode that writes the tape. Enter it above the `FakeTensorMode` it is given.
+
+    `name_unknown` names a real tensor that an operator meets and that has not been entered.
+    """
+
+    def __init__(
+        self,
+        fake_mode: FakeTensorMode,
+        step_line: user_line.Line,
+        name_unknown: Callable[[torch.Tensor], tuple[Kind, str]],
+    ) -> None:
+        super().__init__()
+        self.tape = Tape()
+        self.module_path: list[str] = []
+        self.in_backward = False
+        self.in_optimizer = False
+        self.is_paused = False
+        self.known = KnownValues()
+        self.on_value_asked: Callable[[user_line.Line], None] | None = None
+        self._fake_mode = fake_mode
+        self._step_line = step_line
+        self._name_unknown = name_unknown
+        self._twin_of_real: dict[int, torch.Tensor] = {}
+        self._views: dict[Hashable, fx.Node] = {}
+        self._node_of_storage: dict[int, fx.Node] = {}
+        self._storage_index: dict[int, int] = {}
+        self._storages: list[torch.UntypedStorage] = []  # held, so that no address comes twice
+        self._tensors_on: Counter[int] = Counter()  # by storage
+        self._deaths: list[weakref.ref[torch.Tensor]] = []
+        self._n_calls = 0
+        self._last_placeholder: fx.Node | None = None
+        self._source_of_seq: dict[int, Source] = {}
+
+    def enter_tensor(self, kind: Kind, name: str, tensor: torch.Tensor) -> fx.Node:
+        """Make a tensor an input of the graph. A real one is known by its identity from here on."""
+        graph = self.tape.graph
+        with graph.inserting_after(self._last_placeholder or graph._root):
+            node = graph.placeholder(f"{kind.value}_{name}")
+        self._last_placeholder = node
+        self.tape.entries.append(Entry(kind, name, node, tensor))
+        if not isinstance(tensor, FakeTensor):
+            twin = self._fake_mode.from_tensor(tensor)
+            self._twin_of_real[id(tensor)] = tensor = twin
+        self._hold(node, tensor)
+        return node
+
+    def node_of(self, tensor: torch.Tensor) -> fx.Node:
+        """The node that holds a tensor; a tensor never seen before enters the graph."""
+        fake = self._twin_of_real.get(id(tensor), tensor)
+        node: fx.Node | None = getattr(fake, "_rekindle_node", None)
+        return node or self.enter_tensor(*self._name_unknown(tensor), tensor)
+
+    def _twin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The fake tensor that takes a real one's place."""
+        if isinstance(tensor, FakeTensor):
+            if tensor.fake_mode is not self._fake_mode:
+                self.refuse(
+                    "uses a tensor that an earlier capture made and the step kept",
+                    "Return what should outlive the step (a running loss, say) and keep it "
+                    "outside: only modules' attributes are followed.",
+                )
+            return tensor
+        self.node_of(tensor)
+        return self._twin_of_real[id(tensor)]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is aten._local_scalar_dense.default:
+            return self._read_value(args[0])
+        if func is aten.lift_fresh.default and not isinstance(args[0], FakeTensor):
+            return self._constant(args[0])
+        if func in (aten.set_.source_Storage, aten.set_.source_Storage_storage_offset):
+            return self._set_storage(func, *args, **kwargs)
+        args, kwargs = (
+            operators.map_tensors(args, self._twin),
+            operators.map_tensors(kwargs, self._twin),
+        )
+        if self.is_paused or operators.is_bookkeeping(func):
+            return func(*args, **kwargs)
+        if operators.is_composite(func):
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        before = _form(args[0]) if operators.is_in_place(func) and args else None
+        result = fake_overrides.run(func, args, kwargs)
+        if operators.is_same_tensor(func):
+            self._hold(self.node_of(args[0]), result)
+            self.known.copy(args[0], result)
+        elif operators.is_in_place(func) and _form(args[0]) != before:
+            self._reshape_in_place(func, args, kwargs)
+        elif operators.is_in_place(func):
+            self._record(func, args, kwargs, None)  # the result is the argument, and known
+        elif (twin := self._same_view(result)) is not None:
+            self._hold(twin, result)
+        else:
+            self._record(func, args, kwargs, result)
+        self.known.learn(func, args, kwargs, result)
+        return result
+
+    def _same_view(self, result: Any) -> fx.Node | None:
+        """A node that looks at the same memory in the same way as a new view, if there is one.
+
+        Autograd transposes weights back and forth; the second transpose is the weight again. Such a
+        node can take the view's place at no cost: their storage is alive now either way.
+        """
+        if not isinstance(result, torch.Tensor) or result.layout is not torch.strided:
+            return None
+        if result.untyped_storage()._cdata not in self._storage_index:
+            return None  # new memory
+        return self._views.get(self._view_key(result))
+
+    def _view_key(self, tensor: torch.Tensor) -> Hashable:
+        flags = (tensor.dtype, tensor.is_conj(), tensor.is_neg())
+        return self.storage_index(tensor), _form(tensor), flags
+
+    def _reshape_in_place(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> None:
+        """`x.unsqueeze_(0)` and its like: recorded as a view that takes the tensor's place.
+
+        Other tensors may stand for the same node (`detach` makes one), and keep their shape.
+        """
+        tensor, node = args[0], self.node_of(args[0])
+        view = operators.out_of_place(func)
+        if view is None or any(tensor is twin for twin in self._twin_of_real.values()):
+            self.refuse(
+                f"changes a tensor's shape in place ({func._schema.name})",
+                "Write it out of place: x = x.unsqueeze(0), not x.unsqueeze_(0).",
+            )
+        tensor._rekindle_node = None
+        self._append(view, (node, *args[1:]), kwargs, tensor)
+
+    def _constant(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`torch.tensor(...)` in the step: every step gets a fresh copy of the constant."""
+        fake = aten.lift_fresh.default(tensor)
+        if not self.is_paused:
+            self._record(aten.clone.default, (tensor,), {}, fake)
+        return fake
+
+    def _set_storage(
+        self, func: Any, tensor: Any, storage: torch.UntypedStorage, *rest: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """Make a tensor look at another's memory, which is recorded as a view of the other.
+
+        cuDNN's recurrent layers do this: their weights lie in one storage, seen as one tensor.
+        """
+        if storage.device.type != "meta":
+            pointer = storage.data_ptr()
+            twins = (
+                self._twin_of_real[id(e.tensor)]
+                for e in self._real_entries()
+                if e.tensor.untyped_storage().data_ptr() == pointer
+            )
+            storage = next((twin.untyped_storage() for twin in twins), storage)
+        owner = self._node_of_storage.get(self._storage_index.get(storage._cdata, -1))
+        if owner is None:
+            self.refuse(
+                "sets a tensor's storage by hand",
+                "Make a view of the tensor that owns the memory instead: tensor.view(...).",
+            )
+        func(tensor, storage, *rest, **kwargs)
+        tensor._rekindle_node = None
+        form = (list(tensor.shape), list(tensor.stride()), tensor.storage_offset())
+        self._record(aten.as_strided.default, (owner, *form), {}, tensor)
+        return tensor
+
+    def _real_entries(self) -> list[Entry]:
+        return [e for e in self.tape.entries if id(e.tensor) in self._twin_of_real]
+
+    def _hold(self, node: fx.Node, tensor: Any) -> None:
+        """Tie a fake tensor to its node.
+
+        The tape keeps a description, not the tensor: autograd hands a gradient on without a copy
+        only if nobody else holds it, and the recorded step should do as the real one does.
+        """
+        tensor._rekindle_node = node
+        storage = self.storage_index(tensor)
+        self._watch(tensor, storage)
+        if node not in self.tape.metas:
+            self.tape.metas[node] = Meta(
+                tuple(tensor.shape), tensor.stride(), tensor.dtype, storage
+            )
+            self._views.setdefault(self._view_key(tensor), node)
+            self._node_of_storage.setdefault(storage, node)
+
+    def _watch(self, tensor: torch.Tensor, storage: int) -> None:
+        """Note when the last tensor on a storage goes: until then the plain step holds it.
+
+        That may be later than its last use: a local variable of the step lives until it returns.
+        """
+
+        def on_death(_: Any) -> None:
+            self._tensors_on[storage] -= 1
+            if not self._tensors_on[storage]:
+                self.tape.held_until[storage] = self._n_calls
+
+        self._tensors_on[storage] += 1
+        self._deaths.append(weakref.ref(tensor, on_death))
+
+    def storage_index(self, tensor: torch.Tensor) -> int:
+        """The number of the storage behind a fake tensor; views of one storage share it."""
+        storage = tensor.untyped_storage()
+        index = self._storage_index.setdefault(storage._cdata, len(self._storages))
+        if index == len(self._storages):
+            self._storages.append(storage)
+            self.tape.storages.append(StorageMeta(storage.nbytes(), tensor.device))
+        return index
+
+    def _record(self, func: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> None:
+        self._append(
+            func,
+            args,
+            kwargs,
+            result,
+            writes=operators.written(func, args, kwargs),
+            is_random=operators.is_random(func, args, kwargs),
+            flops=operators.flops(func, args, kwargs, result),
+        )
+
+    def get_random_state(self, device: str, state: torch.Tensor) -> torch.Tensor:
+        """Record that the step reads a generator's state; returns its fake, of the state's size."""
+        self.is_paused = True
+        fake = torch.empty(state.shape, dtype=state.dtype, device="cpu")
+        self.is_paused = False
+        self._append(rng.get_state, (device,), {}, fake)
+        return fake
+
+    def set_random_state(self, device: str, state: torch.Tensor) -> None:
+        """Record that the step sets a generator's state."""
+        self._append(rng.set_state, (device, state), {}, None)
+
+    def _append(
+        self,
+        target: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+        *,
+        writes: list[torch.Tensor] | None = None,
+        is_random: bool = False,
+        flops: int = 0,
+    ) -> None:
+        node = self.tape.graph.create_node(
+            "call_function",
+            target,
+            operators.map_tensors(args, self.node_of),
+            operators.map_tensors(kwargs, self.node_of),
+            name=target.__name__.partition(".")[0],
+        )
+        results = self._bind(node, result)
+        site = user_line.call_site()
+        autograd_node = torch._C._current_autograd_node()
+        source = Source(self.module_path[-1] if self.module_path else "", *site.line)
+        if autograd_node is None:
+            # If autograd follows this op, it has just numbered it, and its backward will carry the
+            # number, too. An op that it does not follow leaves the number as it was.
+            self._source_of_seq.setdefault(torch.autograd._get_sequence_nr() - 1, source)
+        else:
+            source = self._source_of_seq.get(autograd_node._sequence_nr(), source)
+        self._n_calls += 1
+        self.tape.calls.append(
+            Call(
+                serial=self._n_calls,
+                node=node,
+                results=results,
+                writes=[self.node_of(tensor) for tensor in writes or ()],
+                source=source,
+                in_backward=autograd_node is not None or self.in_backward,
+                in_optimizer=self.in_optimizer,
+                in_loss=site.in_loss,
+                in_model=bool(self.module_path),
+                grad_enabled=torch.is_grad_enabled(),
+                is_random=is_random,
+                flops=flops,
+            )
+        )
+
+    def _bind(self, node: fx.Node, result: Any) -> list[fx.Node]:
+        """Tie the new tensors of a result to nodes: the call's own, or one `getitem` for each."""
+        if isinstance(result, torch.Tensor):
+            if result.layout is not torch.strided:
+                self.refuse(
+                    f"makes a {str(result.layout).removeprefix('torch.')} tensor",
+                    "Rekindle needs dense tensors; for embeddings, write sparse=False.",
+                )
+            if getattr(result, "_rekindle_node", None) is not None:
+                return []  # an op may hand an argument back
+            self._hold(node, result)
+            return [node]
+        nodes: list[fx.Node] = []
+        if isinstance(result, (tuple, list)):
+            for index, item in enumerate(result):
+                if item is not None:
+                    part = self.tape.graph.create_node(
+                        "call_function",
+                        operator.getitem,
+                        (node, index),
+                        name=f"{node.name}_out{index}",
+                    )
+                    bound = self._bind(part, item)
+                    if not bound:
+                        self.tape.graph.erase_node(part)
+                    nodes.extend(bound)
+        return nodes
+
+    def _read_value(self, tensor: torch.Tensor) -> Any:
+        """Answer `.item()`, which asks for a number that does not exist yet."""
+        if getattr(tensor, "constant", None) is not None:
+            return aten._local_scalar_dense.default(tensor)
+        value = self.known.get(tensor)
+        if value is not None:
+            with _disable_current_modes():
+                return value.item()
+        if self.in_optimizer:
+            # Optimizers read their step count. The recorded optimizer is for analysis alone (the
+            # user's own one will run), so any number does; 2 is past all special cases of 0 and 1.
+            return 2.0 if tensor.is_floating_point() else tensor.dtype is torch.bool or 2
+        if self.on_value_asked is not None:
+            self.on_value_asked(user_line.call_site().line)
+        self.refuse(
+            "reads the value of a tensor (.item(), float(), bool(), if) during the step",
+            "The step is captured once, without values. Return the tensor and read it outside: "
+            "loss = step(batch); loss.item(). For a choice by value, write torch.where(...).",
+        )
+
+    def refuse(self, problem: str, advice: str) -> NoReturn:
+        """Stop with an error at the user's current line."""
+        line = user_line.user_line(user_line.current_lines(), self._step_line)
+        raise CaptureError(problem, filename=line.filename, lineno=line.lineno, advice=advice)
+
+
+def _form(arg: Any) -> Hashable:
+    """How a tensor looks at its memory; None for a list of tensors, which keep their forms."""
+    if not isinstance(arg, torch.Tensor):
+        return None
+    return tuple(arg.shape), arg.stride(), arg.storage_offset()

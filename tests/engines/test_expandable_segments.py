@@ -1,0 +1,184 @@
+"""When a step runs in segments that grow, with an allocator that only says what it is told."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.played import Player
+from support.square_step import square_step as train_step
+from torch import nn
+
+import rekindle
+from rekindle.engines import captured_step as steps
+from rekindle.engines import expandable_segments, select_engine
+from rekindle.engines.cudagraph.graph_engine import Graphed
+from rekindle.engines.expandable_segments import Growing, growing_for, tidy
+
+GPU = torch.device("cuda", 0)
+ON, OFF = "expandable_segments:True", "expandable_segments:False"
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the allocator is told."""
+    settings: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append)
+    return settings
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What a GPU's allocator says."""
+    says = SimpleNamespace(
+        backend="native", free=400, total=1000, fraction=1.0, reserved=100, allocated=50
+    )
+    says.settings = {"PYTORCH_CUDA_ALLOC_CONF": "", "expandable_segments": False}
+    says.emptied = 0
+
+    def empty() -> None:
+        says.emptied += 1
+
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: says.backend)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (says.free, says.total))
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: says.fraction)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: says.reserved)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: says.allocated)
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty)
+    monkeypatch.setattr(
+        torch.cuda.memory, "_snapshot", lambda: {"allocator_settings": says.settings}
+    )
+    return says
+
+
+@pytest.mark.parametrize(
+    ("changed", "peak_bytes", "grows"),
+    [
+        ({}, 400, False),  # 500 bytes are there for it
+        ({}, 401, True),
+        ({"free": 900}, 700, False),
+        ({"free": 900, "fraction": 0.5}, 700, True),  # a cap on what this process may use
+        ({"backend": "cudaMallocAsync"}, 500, False),
+        ({"settings": {"expandable_segments": True}}, 500, False),
+    ],
+)
+def test_segments_grow_where_memory_is_short(
+    changed: dict[str, Any], peak_bytes: int, grows: bool, gpu: SimpleNamespace
+) -> None:
+    vars(gpu).update(changed)
+    assert (growing_for(peak_bytes, GPU) is not None) is grows
+
+
+def test_the_cpu_has_no_segments() -> None:
+    assert growing_for(1 << 60, torch.device("cpu")) is None
+    tidy(torch.device("cpu"))
+
+
+@pytest.mark.usefixtures("gpu")
+def test_other_settings_are_told_again(gpu: SimpleNamespace, told: list[str]) -> None:
+    kept = "max_split_size_mb:64,roundup_power2_divisions:[256:1,512:2]"
+    gpu.settings["PYTORCH_CUDA_ALLOC_CONF"] = f"{kept},expandable_segments:False"
+    growing = growing_for(500, GPU)
+    assert growing is not None
+    seen = []
+    with suppress(RuntimeError), growing():
+        seen.append(growing.is_on)
+        raise RuntimeError
+    assert [*seen, growing.is_on] == [True, False]
+    assert told == [f"{kept},{ON}", f"{kept},{OFF}"]
+
+
+def test_torch_does_as_it_is_told() -> None:
+    """Without a stand-in: other settings stay, and the kind of segments changes."""
+
+    def settings() -> tuple[bool, int]:
+        found = torch.cuda.memory._snapshot()["allocator_settings"]
+        return found["expandable_segments"], found["max_split_size"]
+
+    before = torch.cuda.memory._snapshot()["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"]
+    kept = "max_split_size_mb:64, expandable_segments:False"
+    try:
+        torch._C._accelerator_setAllocatorSettings(kept)
+        with Growing(kept)():
+            assert settings() == (True, 64 << 20)
+        assert settings() == (False, 64 << 20)
+    finally:
+        torch._C._accelerator_setAllocatorSettings(before or OFF)
+
+
+@pytest.mark.parametrize(("reserved", "emptied"), [(150, 0), (170, 0), (250, 1)])
+def test_a_large_cache_is_given_back(reserved: int, emptied: int, gpu: SimpleNamespace) -> None:
+    gpu.reserved = reserved
+    tidy(GPU)
+    assert gpu.emptied == emptied
+
+
+def planned(monkeypatch: pytest.MonkeyPatch, growing: Growing) -> tuple[Any, ...]:
+    """A planned step that memory is said to be short for, and its parts."""
+    monkeypatch.setattr(steps, "growing_for", lambda peak_bytes, device: growing)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = torch.randn(4, 8)
+    return rekindle.optimize(train_step, model, optimizer, batch, budget="100%"), optimizer, batch
+
+
+def test_code_grows_in_every_step(monkeypatch: pytest.MonkeyPatch, told: list[str]) -> None:
+    growing = Growing("")
+    step, optimizer, batch = planned(monkeypatch, growing)
+    seen: list[bool] = []
+    optimizer.register_step_pre_hook(lambda *given: seen.append(growing.is_on))
+    for _ in range(3):
+        step(batch)
+    assert told == [ON, OFF] * 3
+    assert seen == [True] * 3
+
+
+class Watching(Player):
+    """Notes whether segments grow while graphs are captured."""
+
+    def __init__(self, growing: Growing) -> None:
+        super().__init__()
+        self.growing = growing
+        self.seen: list[bool] = []
+
+    def capture(self, *given: Any) -> Any:
+        self.seen.append(self.growing.is_on)
+        return super().capture(*given)
+
+
+@pytest.mark.parametrize("fails_at", [-1, 0])
+def test_graphs_are_captured_where_nothing_grows(
+    fails_at: int, monkeypatch: pytest.MonkeyPatch, told: list[str]
+) -> None:
+    growing = Growing("")
+    player = Watching(growing)
+    player.fails_at = fails_at
+    monkeypatch.setattr(
+        select_engine.EngineMaker,
+        "make",
+        lambda self, program, *known: Graphed(program, player, *known),
+    )
+    step, optimizer, batch = planned(monkeypatch, growing)
+    in_optimizer: list[bool] = []
+    optimizer.register_step_pre_hook(lambda *given: in_optimizer.append(growing.is_on))
+    step(batch)
+    assert told == [ON, OFF]  # the one part that is to be captured
+    step(batch)
+    step(batch)
+    assert player.seen == [False]
+    if fails_at < 0:  # from graphs since
+        assert told == [ON, OFF]
+        assert in_optimizer == [False] * 3
+    else:  # as code: the part that could not be captured, then whole steps
+        assert told == [ON, OFF] * 3
+        assert in_optimizer == [False, False, True]
+
+
+def test_the_numbers_stay_within_what_there_is(gpu: SimpleNamespace) -> None:
+    assert expandable_segments.available_bytes(GPU) == 500
+    gpu.fraction = 0.3
+    assert expandable_segments.available_bytes(GPU) == 300

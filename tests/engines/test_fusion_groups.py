@@ -1,0 +1,310 @@
+"""What becomes one compiled call, and what stays by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.uncompiled import Parts, assert_close, grouped, no_compiler, recorded, train
+from torch import Tensor, nn
+
+from rekindle.core.graph.graph import Role
+from rekindle.engines.inductor import decompositions
+from rekindle.engines.inductor.decompose import normalized
+from rekindle.engines.inductor.fusibility import is_simple
+from rekindle.engines.inductor.fusion_groups import fused
+from rekindle.engines.inductor.group_compiler import Fused, Fusing
+from rekindle.measuring.bitwise_compare import differences
+from rekindle.tracing.lift import lift
+from rekindle.tracing.recording import Recording
+from rekindle.tracing.tape import Call
+
+aten = torch.ops.aten
+WIDTH = 16
+
+
+class Block(nn.Module):
+    """Attention and two layers, with dropout, as transformers have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first_norm, self.second_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.queries = nn.Linear(WIDTH, 3 * WIDTH)
+        self.output = nn.Linear(WIDTH, WIDTH)
+        self.wide = nn.Linear(WIDTH, 2 * WIDTH)
+        self.narrow = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        parts = self.queries(self.first_norm(x)).view(batch, length, 3, 2, WIDTH // 2)
+        query, key, value = parts.permute(2, 0, 3, 1, 4)
+        found = F.scaled_dot_product_attention(query, key, value).transpose(1, 2)
+        x = x + F.dropout(self.output(found.reshape(x.shape)), 0.1, self.training)
+        y = F.gelu(self.wide(self.second_norm(x)))
+        return x + F.dropout(self.narrow(y), 0.1, self.training)
+
+
+class Convolutions(nn.Module):
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, padding=1)
+        self.layers = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(depth))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = F.relu(norm(layer(x)) + x, inplace=True)
+        return x.mean((2, 3))
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> Tensor:
+    loss = F.cross_entropy(model(batch[0]), batch[1])
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def transformer(depth: int = 2) -> Parts:
+    blocks = [Block() for _ in range(depth)]
+    model = nn.Sequential(*blocks, nn.Flatten(), nn.Linear(5 * WIDTH, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    return train_step, model, optimizer, [(torch.randn(32, 5, WIDTH), torch.randint(0, 3, (32,)))]
+
+
+def images(depth: int = 2) -> Parts:
+    model = Convolutions(depth)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return train_step, model, optimizer, [(torch.randn(16, 3, 6, 6), torch.randint(0, 8, (16,)))]
+
+
+MODELS: dict[str, Callable[..., Parts]] = {"transformer": transformer, "images": images}
+
+
+def fused_step(parts: Parts) -> tuple[Recording, Fusing]:
+    fusing = Fusing()
+    with no_compiler():
+        return fused(normalized(recorded(parts), for_gpu=False), fusing), fusing
+
+
+def groups(recording: Recording) -> list[Call]:
+    return [call for call in recording.tape.calls if isinstance(call.node.target, Fused)]
+
+
+def targets(call: Call) -> list[Any]:
+    """What a compiled call does."""
+    assert isinstance(call.node.target, Fused)
+    graph = call.node.target.on_fakes.graph
+    return [node.target for node in graph.nodes if node.op == "call_function"]
+
+
+LIBRARY = ("mm", "addmm", "bmm", "convolution", "attention", "embedding")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_a_library_does_stays_a_call_of_its_own(name: str) -> None:
+    recording, _ = fused_step(MODELS[name]())
+    inside = [target.__name__ for call in groups(recording) for target in targets(call)]
+    outside = [call.node.name for call in recording.tape.calls if call not in groups(recording)]
+    assert not any(word in each for each in inside for word in LIBRARY)
+    assert any(word in each for each in outside for word in LIBRARY)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_little_is_left_beside_it(name: str) -> None:
+    """In the passes, everything else that computes is in a group, or one simple call."""
+    recording, _ = fused_step(MODELS[name]())
+    graph = lift(recording)
+    last = max(index for index, call in enumerate(recording.tape.calls) if call.in_backward)
+    for call, op in zip(recording.tape.calls[:last], graph.ops, strict=False):
+        is_library = any(word in call.node.name for word in LIBRARY)
+        is_compiled = isinstance(call.node.target, Fused)
+        is_alone = call.writes or call.is_random or is_simple(call.node.target)
+        assert is_library or is_compiled or op.is_view or is_alone, call.node
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_equal_layers_have_equal_functions(name: str) -> None:
+    (_, few), (_, many) = (fused_step(MODELS[name](depth)) for depth in (2, 6))
+    assert len(few.functions) == len(many.functions)
+    assert many.n_calls > 2 * few.n_calls
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_groups_never_mix_forward_and_backward(name: str) -> None:
+    """What is of the backward pass needs a gradient; what is not comes before any."""
+    recording, _ = fused_step(MODELS[name]())
+    grads = {n for c in recording.tape.calls if c.in_backward for n in c.results}
+    for call in groups(recording):
+        assert call.in_backward or grads.isdisjoint(call.node.all_input_nodes)
+        if call.in_backward and call is not groups(recording)[-1]:
+            names = [target.__name__ for target in targets(call)]
+            assert not any(name.startswith("native_layer_norm.") for name in names)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_mask_is_kept_for_the_backward_pass(name: str) -> None:
+    recording, _ = fused_step(MODELS[name]())
+    graph = lift(recording)
+    kept = [v for v in graph.values if graph.storage_of(v.index).role is Role.ACTIVATION]
+    assert kept
+    assert not [value.name for value in kept if value.dtype == "bool"]
+    drawn = [c for c in groups(recording) if decompositions.draw_mask in targets(c)]
+    assert {c.in_backward for c in drawn} == ({False, True} if name == "transformer" else set())
+
+
+def test_what_costs_no_more_to_compute_than_to_read_is_computed_again() -> None:
+    """Of all that a chain makes, only what it starts from is kept: a product's result."""
+
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.sin(self.layer(x)).exp()
+            return torch.tanh(y * torch.sigmoid(y.double()).float() + torch.arange(8))
+
+    model = Chain()
+    parts = rows_summed, model, torch.optim.SGD(model.parameters()), [torch.randn(6, 8)]
+    graph = lift(fused_step(parts)[0])
+    kept = [v for v in graph.values if graph.storage_of(v.index).role is Role.ACTIVATION]
+    assert len({v.storage for v in kept}) == 1
+    assert graph.ops[kept[0].producer or 0].target == "aten.addmm.default"
+
+
+def rows_summed(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> Tensor:
+    """A bias has the sum over rows of a gradient that two products read as well."""
+    loss = torch.tanh(model(batch)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def test_sums_over_rows_of_what_a_product_reads_are_separate() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    parts = rows_summed, model, torch.optim.SGD(model.parameters()), [torch.randn(6, 8)]
+    recording, _ = fused_step(parts)
+    tape = recording.tape
+    sums = [call for call in groups(recording) if aten.sum.dim_IntList in targets(call)]
+    assert len(sums) == 2
+    for call in sums:
+        assert set(targets(call)) <= {aten.sum.dim_IntList, aten.view.default}
+        (read,) = call.node.all_input_nodes
+        readers = [c for c in tape.calls if read in c.node.all_input_nodes]
+        assert len(readers) >= 2
+
+
+def writes_between(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> Tensor:
+    """What is written is a buffer, and somebody reads it before and after."""
+    hidden = model[0](batch)
+    before = torch.tanh(hidden + model.scale)
+    with torch.no_grad():
+        model.scale.add_(1.0)
+    after = torch.sigmoid(before + model.scale)
+    loss = model[1](after).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def test_nothing_is_fused_across_a_write() -> None:
+    def make() -> Parts:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+        model.register_buffer("scale", torch.ones(4).double())
+        batches = [torch.randn(6, 4).double()]
+        return writes_between, model, torch.optim.SGD(model.parameters(), lr=0.1), batches
+
+    recording, _ = fused_step(make())
+    tape = recording.tape
+    by_users = [c for c in tape.calls if not c.in_optimizer and c not in groups(recording)]
+    (written,) = {tape.metas[node].storage for call in by_users for node in call.writes}
+    for call in groups(recording):
+        assert written not in {tape.metas[node].storage for node in call.node.all_input_nodes}
+    assert_close(train(make(), grouped), train(make(), None))
+
+
+def test_clipped_gradients_are_fused_all_the_same() -> None:
+    """They are written to, but after the backward pass."""
+
+    def clipped(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> Tensor:
+        loss = F.cross_entropy(model(batch[0]), batch[1])
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    def names(parts: Parts) -> list[str]:
+        recording, _ = fused_step(parts)
+        return [call.node.name for call in groups(recording)]
+
+    plain = transformer()
+    assert names((clipped, *plain[1:])) == names(plain)
+
+
+def test_random_draws_keep_their_order() -> None:
+    """Groups move past each other; a call that draws does not move past another that does."""
+
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = torch.tanh(self.first(x))
+            late = torch.rand_like(hidden)
+            early = torch.randn(6, 4, dtype=x.dtype)
+            mixed = hidden * 2 + late.sin() * early
+            return self.second(mixed + torch.tanh(hidden) * torch.rand_like(mixed))
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> Tensor:
+        return rows_summed(model, optimizer, batch)
+
+    def make() -> Parts:
+        torch.manual_seed(0)
+        model = Noisy().double()
+        batches = [torch.randn(6, 4).double()]
+        return step, model, torch.optim.SGD(model.parameters(), lr=0.1), batches
+
+    assert_close(train(make(), grouped), train(make(), None))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_plan_changes_no_bit(name: str) -> None:
+    """What is computed again is the same code on the same numbers, masks included."""
+
+    def trained(**how: Any) -> dict[str, Any]:
+        torch.manual_seed(0)
+        return train(MODELS[name](), grouped, steps=4, **how)
+
+    plain = trained()
+    assert differences(plain, trained(budget="85%")) == []
+
+
+def test_no_chain_is_too_long() -> None:
+    """What is computed again is bounded, for the compiler's sake and the recursion's."""
+
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.layer(x)
+            for index in range(600):
+                x = torch.sin(x + index)
+            return x
+
+    model = Chain()
+    parts = rows_summed, model, torch.optim.SGD(model.parameters()), [torch.randn(6, 4)]
+    recording, _ = fused_step(parts)
+    assert max(len(targets(call)) for call in groups(recording)) <= 64 * 33
+    assert len(groups(recording)) < 60

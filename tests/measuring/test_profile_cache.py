@@ -1,0 +1,212 @@
+"""Measured profiles on disk: kept, found again, and never trusted blindly."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import rekindle
+from rekindle import pipeline
+from rekindle.core.graph.graph import StepGraph
+from rekindle.measuring import measure, profile_cache
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+    model(batch).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def captured(hidden: int = 6) -> rekindle.CapturedStep:
+    model = nn.Sequential(nn.Linear(4, hidden), nn.ReLU(), nn.Linear(hidden, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return rekindle.capture(train_step, model, optimizer, torch.ones(8, 4))
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(pipeline, "_QUICK_US", 0.0)  # these steps take but a moment
+    return tmp_path
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[StepGraph]:
+    """The graphs that have been measured."""
+    graphs: list[StepGraph] = []
+    plain = measure.measure_profile
+
+    def counting(recording: Any, graph: StepGraph, *args: Any, **kwargs: Any) -> Any:
+        graphs.append(graph)
+        return plain(recording, graph, *args, **kwargs)
+
+    monkeypatch.setattr(measure, "measure_profile", counting)
+    return graphs
+
+
+def kept(home: Path) -> list[Path]:
+    return sorted(path for path in home.rglob("*") if path.is_file())
+
+
+def test_the_second_time_nothing_is_measured(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
+    first = rekindle.profile(captured(), runs=1)
+    [path] = kept(home)
+    assert path.parent == home / "rekindle" / "profiles"
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(measure, "measure_profile", refuse)
+    second = rekindle.profile(captured(), runs=1)
+    assert second == first
+    with pytest.raises(AssertionError, match="measured again"):
+        rekindle.profile(captured(), cache=False)
+
+
+def test_what_takes_but_a_moment_on_the_cpu_is_measured_anew(
+    monkeypatch: pytest.MonkeyPatch, counted: list[StepGraph], home: Path
+) -> None:
+    """Times from when the machine was busy would be far off."""
+    monkeypatch.setattr(pipeline, "_QUICK_US", 1e9)
+    rekindle.profile(captured(), runs=1)
+    (path,) = kept(home)
+    written = path.stat().st_mtime_ns
+    rekindle.profile(captured(), runs=1)
+    assert len(counted) == 2
+    assert kept(home)[0].stat().st_mtime_ns > written
+
+
+def test_without_the_cache_nothing_is_read_or_written(counted: list[StepGraph], home: Path) -> None:
+    rekindle.profile(captured(), runs=1, cache=False)
+    assert not kept(home)
+    rekindle.profile(captured(), runs=1)
+    [path] = kept(home)
+    written = path.read_bytes()
+    rekindle.profile(captured(), runs=1, cache=False)
+    assert len(counted) == 3
+    assert path.read_bytes() == written
+
+
+def test_an_analytic_profile_is_not_kept(home: Path) -> None:
+    rekindle.profile(captured(), device="H200")
+    assert not kept(home)
+
+
+def test_each_graph_has_its_own(counted: list[StepGraph], home: Path) -> None:
+    for hidden in (6, 7, 6, 7):
+        rekindle.profile(captured(hidden), runs=1)
+    assert len(counted) == len(kept(home)) == 2
+
+
+def test_each_version_has_its_own(
+    counted: list[StepGraph], home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rekindle.profile(captured(), runs=1)
+    monkeypatch.setattr(measure, "versions", lambda device: {"python": "3", "torch": "99.9"})
+    rekindle.profile(captured(), runs=1)
+    rekindle.profile(captured(), runs=1)
+    assert len(counted) == len(kept(home)) == 2
+
+
+def test_each_device_has_its_own(
+    counted: list[StepGraph], home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rekindle.profile(captured(), runs=1)
+    monkeypatch.setattr(measure, "device_name", lambda device: "abacus")
+    assert rekindle.profile(captured(), runs=1).device == "abacus"
+    assert rekindle.profile(captured(), runs=1).device == "abacus"
+    assert len(counted) == len(kept(home)) == 2
+
+
+def changed(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    data = json.loads(gzip.decompress(path.read_bytes()))
+    change(data)
+    path.write_bytes(gzip.compress(json.dumps(data).encode()))
+
+
+def overwritten(path: Path) -> None:
+    """A few bytes in the middle are others."""
+    whole = bytearray(path.read_bytes())
+    middle = len(whole) // 2
+    whole[middle : middle + 8] = b"\xff" * 8
+    path.write_bytes(whole)
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "cut in half": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "bytes overwritten": overwritten,
+    "empty": lambda path: path.write_bytes(b""),
+    "not gzip": lambda path: path.write_bytes(b"hello"),
+    "other schema": lambda path: changed(path, lambda data: data.update(schema=0)),
+    "other versions": lambda path: changed(
+        path, lambda data: data["profile"]["versions"].update(torch="0.1")
+    ),
+    "other device": lambda path: changed(
+        path, lambda data: data["profile"].update(device="abacus")
+    ),
+    "other graph": lambda path: changed(
+        path, lambda data: data["graph"]["storages"][0].__setitem__(0, 1)
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_file_that_does_not_fit_is_ignored_and_written_anew(
+    damage: str, counted: list[StepGraph], home: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rekindle.profile(captured(), runs=1)
+    [path] = kept(home)
+    DAMAGE[damage](path)
+    with caplog.at_level(logging.WARNING, logger="rekindle"):
+        again = rekindle.profile(captured(), runs=1)
+    [record] = caplog.records
+    assert "ignoring" in record.getMessage()
+    assert str(path) in record.getMessage()
+    assert len(counted) == 2
+    caplog.clear()
+    assert rekindle.profile(captured(), runs=1) == again
+    assert (len(counted), len(caplog.records)) == (2, 0)
+
+
+def test_a_folder_that_cannot_be_written_to(
+    counted: list[StepGraph],
+    home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A file is where the folder should be: no permission bit stops whoever runs the tests."""
+    (home / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home / "file"))
+    with caplog.at_level(logging.WARNING, logger="rekindle"):
+        profile = rekindle.profile(captured(), runs=1)
+    assert profile.step_us > 0
+    assert "could not keep the profile" in caplog.text
+    assert len(counted) == 1
+
+
+def test_a_folder_that_may_not_be_looked_into(
+    counted: list[StepGraph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another user's folder: asking whether a file is there is refused already."""
+
+    def refuse(self: Path, *args: Any, **kwargs: Any) -> Any:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    for name in ("stat", "mkdir", "open"):
+        monkeypatch.setattr(profile_cache.Path, name, refuse)
+    assert rekindle.profile(captured(), runs=1).step_us > 0
+    assert len(counted) == 1
+
+
+def test_the_folder_without_a_setting(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(home / "me"))
+    assert profile_cache.folder() == home / "me" / ".cache" / "rekindle" / "profiles"

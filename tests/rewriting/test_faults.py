@@ -1,0 +1,567 @@
+"""Faults in the middle of a step: it is whole or not at all, and the next one trains right.
+
+Every test trains a twin plainly beside the step under test: after a fault, parameters and optimizer
+state are those of the twin before its next step, or those after it.
+"""
+
+from __future__ import annotations
+
+import copy
+import dis
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.square_step import square_step as train_step
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import rekindle
+from rekindle.measuring.bitwise_compare import State, differences, same, state_of
+
+BEFORE, AFTER = "before", "after"
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.fixture(autouse=True)
+def _usual_interrupts() -> Iterator[None]:
+    """An interrupt raises KeyboardInterrupt, as in any script; each test leaves it so."""
+    old = signal.signal(signal.SIGINT, signal.default_int_handler)
+    torch.set_grad_enabled(True)  # whatever a test that failed has left
+    yield
+    found = signal.signal(signal.SIGINT, old)
+    assert found is signal.default_int_handler
+
+
+class Trial:
+    """A step under test, and a twin of its model and optimizer that trains plainly."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Any,
+        *,
+        function: Callable[..., Any] = train_step,
+        make: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
+        **asked: Any,
+    ) -> None:
+        self.model, self.batch, self.function = model, batch, function
+        self.optimizer = make(model.parameters(), lr=0.05)
+        self.twin = copy.deepcopy((self.model, self.optimizer))
+        self.step = rekindle.optimize(function, self.model, self.optimizer, batch, **asked)
+
+    def state(self) -> State:
+        return state_of(self.model, self.optimizer)
+
+    def train(self) -> None:
+        """One step of both, from the same random numbers; they must agree in every bit."""
+        torch.manual_seed(3)
+        result = self.step(self.batch)
+        end = self.state()
+        torch.manual_seed(3)
+        assert same(result, self.function(*self.twin, self.batch))
+        assert differences(state_of(*self.twin), end) == []
+
+    def outcome(self) -> str:
+        """Whether parameters and optimizer state are the twin's before its next step or after it.
+
+        Of a step that is through, the twin makes up for it.
+        """
+        found = lasting(self.state())
+        if not differences(lasting(state_of(*self.twin)), found):
+            return BEFORE
+        self.function(*self.twin, self.batch)
+        wrong = differences(lasting(state_of(*self.twin)), found)
+        return f"between: {wrong}" if wrong else AFTER
+
+
+def lasting(state: State) -> State:
+    """What must be whole or not at all."""
+    return {key: value for key, value in state.items() if key.startswith(("param", "optimizer"))}
+
+
+def momentum(params: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=lr, momentum=0.9, foreach=False)
+
+
+def adam(params: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=lr, foreach=False)
+
+
+def chain(n_layers: int = 3) -> nn.Module:
+    """Without batch norm and dropout: nothing but the parameters changes."""
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(n_layers)]
+    return nn.Sequential(*layers)
+
+
+# Steps of both kinds: as captured, and with parts computed again. The planner is one that does not
+# look at times: it does the same in every run.
+KINDS: dict[str, dict[str, Any]] = {
+    "captured": {},
+    "planned": {"budget": "80%", "planner": "chen-recursive"},
+}
+
+
+def chain_trial(kind: str, **settings: Any) -> Trial:
+    found = Trial(chain(), torch.randn(256, 8), **KINDS[kind], **settings)
+    assert (found.step.plan is not None and found.step.plan.recompute_us > 0) == (kind == "planned")
+    return found
+
+
+class AtOp(TorchDispatchMode):
+    """Does something before the op of a number, counted from 0; counts all but profiler marks."""
+
+    def __init__(self, number: int = -1, action: Callable[[], None] = lambda: None) -> None:
+        super().__init__()
+        self.number, self.action = number, action
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.namespace != "profiler":
+            self.count += 1
+            if self.count - 1 == self.number:
+                self.action()
+        return func(*args, **(kwargs or {}))
+
+
+def count_ops(trial: Trial) -> tuple[int, int]:
+    """How many ops a step runs before the optimizer, and how many in all; it trains for that."""
+    trial.train()  # the optimizer makes its state in the first step
+    before: list[int] = []
+    with AtOp() as counter:
+        handle = trial.optimizer.register_step_pre_hook(lambda *_: before.append(counter.count))
+        trial.step(trial.batch)
+    handle.remove()
+    assert trial.outcome() == AFTER
+    return before[0], counter.count
+
+
+def run_out_of_memory() -> None:
+    raise torch.OutOfMemoryError("there is no room")
+
+
+def interrupt() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+# Memory that runs out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("make", [momentum, adam])
+def test_memory_that_runs_out_at_any_op_before_the_optimizer(kind: str, make: Any) -> None:
+    trial = chain_trial(kind, make=make)
+    n_before, n_ops = count_ops(trial)
+    assert 20 < n_before < n_ops
+    for number in range(n_before):
+        before = trial.state()
+        with pytest.raises(torch.OutOfMemoryError), AtOp(number, run_out_of_memory):
+            trial.step(trial.batch)
+        assert differences(before, trial.state()) == [], number
+        assert torch.is_grad_enabled()
+        if number % 5 == 0:
+            trial.train()
+    trial.train()
+    assert trial.step.n_captures == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_that_runs_out_in_the_first_step_of_all(kind: str) -> None:
+    """The optimizer has no state then, and gets none."""
+    trial = chain_trial(kind, make=adam)
+    with pytest.raises(torch.OutOfMemoryError), AtOp(10, run_out_of_memory):
+        trial.step(trial.batch)
+    assert not trial.optimizer.state
+    assert trial.outcome() == BEFORE
+    trial.train()
+
+
+def test_after_a_fault_the_model_can_be_used_without_the_step() -> None:
+    """Autograd and autocast are as they were: plain training of the same model goes on."""
+    trial = chain_trial("planned")
+    n_before, _ = count_ops(trial)
+    for number in (3, n_before - 2):
+        with pytest.raises(torch.OutOfMemoryError), AtOp(number, run_out_of_memory):
+            trial.step(trial.batch)
+        train_step(trial.model, trial.optimizer, trial.batch)
+        assert trial.outcome() == AFTER
+    trial.train()
+
+
+# Interrupts from the keyboard
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("make", [momentum, adam])
+def test_an_interrupt_at_any_op(kind: str, make: Any) -> None:
+    """In the optimizer it waits: the step is through by then."""
+    trial = chain_trial(kind, make=make)
+    n_before, n_ops = count_ops(trial)
+    assert n_before + 5 < n_ops
+    for number in range(n_ops):
+        with pytest.raises(KeyboardInterrupt), AtOp(number, interrupt):
+            trial.step(trial.batch)
+        assert trial.outcome() == (BEFORE if number < n_before else AFTER), number
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert all(param.grad is None for param in trial.model.parameters())
+    trial.train()
+    assert trial.step.n_captures == 1
+
+
+def test_an_interrupt_in_the_optimizers_hooks() -> None:
+    """A hook is part of the optimizer's step."""
+    trial = chain_trial("planned", make=momentum)
+    for register in (
+        trial.optimizer.register_step_pre_hook,
+        trial.optimizer.register_step_post_hook,
+    ):
+        handle = register(lambda *_: interrupt())
+        with pytest.raises(KeyboardInterrupt):
+            trial.step(trial.batch)
+        handle.remove()
+        assert trial.outcome() == AFTER
+    trial.train()
+
+
+class Traced:
+    """Interrupts at the n-th of some places in some files, as Python comes by."""
+
+    def __init__(self, *files: str, number: int = -1) -> None:
+        self.files, self.number = files, number
+        self.count = 0
+        self.place = ""
+        self._others = sys.gettrace()
+
+    def __enter__(self) -> Traced:
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self._others)
+
+    def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if not frame.f_code.co_filename.endswith(self.files):
+            return None
+        if self.is_place(frame, event):
+            self.count += 1
+            if self.count - 1 == self.number:
+                self.place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+                interrupt()
+        return self._trace
+
+    def is_place(self, frame: FrameType, event: str) -> bool:
+        raise NotImplementedError
+
+
+class AtLine(Traced):
+    """At any line, in the optimizer each time it runs.
+
+    A line of ours counts once: where a `with` ends, Python itself has no safe place for interrupts.
+    """
+
+    OPTIMIZERS = ("torch/optim/optimizer.py", "torch/optim/sgd.py")
+
+    def __init__(self, *files: str, number: int = -1) -> None:
+        super().__init__(*files, number=number)
+        self._seen: set[tuple[CodeType, int]] = set()
+
+    def is_place(self, frame: FrameType, event: str) -> bool:
+        line = (frame.f_code, frame.f_lineno)
+        is_new = line not in self._seen
+        self._seen.add(line)
+        return event == "line" and (is_new or frame.f_code.co_filename.endswith(self.OPTIMIZERS))
+
+
+class AfterCall(Traced):
+    """After any call, before what it has returned is kept: where Python looks for signals."""
+
+    def __init__(self, *files: str, number: int = -1) -> None:
+        super().__init__(*files, number=number)
+        self._last: dict[FrameType, int] = {}
+
+    def is_place(self, frame: FrameType, event: str) -> bool:
+        frame.f_trace_opcodes = True
+        last = self._last.get(frame)
+        self._last[frame] = frame.f_lasti
+        code = frame.f_code.co_code
+        return event == "opcode" and last is not None and dis.opname[code[last]].startswith("CALL")
+
+
+def test_an_interrupt_after_any_call_before_the_first_operator() -> None:
+    """Nothing has happened then; above all, the step does not take itself to be running still."""
+    files = ("rekindle/train.py", "fx/step.py", "fx/guard.py", "fx/tree.py")
+    trial = chain_trial("planned", make=momentum)
+    trial.train()
+    n_calls: list[int] = []
+    with AfterCall(*files) as calls, AtOp(0, lambda: n_calls.append(calls.count)):
+        trial.step(trial.batch)
+    assert trial.outcome() == AFTER
+    assert n_calls[0] > 20
+    stuck = []
+    for number in range(n_calls[0]):
+        call = AfterCall(*files, number=number)
+        with pytest.raises(KeyboardInterrupt), call:
+            trial.step(trial.batch)
+        assert trial.outcome() == BEFORE
+        try:
+            trial.train()
+        except RuntimeError as error:
+            stuck.append(f"after an interrupt at {call.place}: {error}")
+            break
+    assert stuck == []
+
+
+def interrupted_at_lines(trial: Trial, *, every: int = 1) -> dict[str, set[str]]:
+    """Interrupt steps at lines of the code around and in the optimizer; by outcome, which."""
+    files = ("fx/execute.py", "fx/interrupts.py", *AtLine.OPTIMIZERS)
+    with AtLine(*files) as lines:
+        trial.step(trial.batch)
+    assert trial.outcome() == AFTER
+    assert lines.count > 100
+    found: dict[str, set[str]] = {BEFORE: set(), AFTER: set()}
+    for number in range(0, lines.count, every):
+        line = AtLine(*files, number=number)
+        with pytest.raises(KeyboardInterrupt), line:
+            trial.step(trial.batch)
+        found.setdefault(trial.outcome(), set()).add(line.place)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, line.place
+        assert all(param.grad is None for param in trial.model.parameters()), line.place
+    assert found.keys() == {BEFORE, AFTER}, found
+    return found
+
+
+def test_an_interrupt_at_any_line_of_the_optimizer() -> None:
+    """Between operators, too: while gradients are handed over, and while handlers are changed."""
+    trial = chain_trial("planned", make=momentum)
+    trial.train()
+    found = interrupted_at_lines(trial)
+    assert any("torch/optim" in place for place in found[AFTER])
+    assert not any("torch/optim" in place for place in found[BEFORE])
+    trial.train()
+
+
+def test_a_handler_of_the_users_own_is_called_once_the_step_is_through() -> None:
+    trial = chain_trial("planned", make=momentum)
+    n_before, _ = count_ops(trial)
+    seen: list[State] = []
+    signal.signal(signal.SIGINT, lambda number, frame: seen.append(lasting(trial.state())))
+    with AtOp(n_before + 2, interrupt):
+        trial.step(trial.batch)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    assert trial.outcome() == AFTER
+    assert len(seen) == 1
+    assert differences(seen[0], lasting(trial.state())) == []
+    trial.train()
+
+
+def test_an_interrupt_that_is_ignored_stays_so() -> None:
+    trial = chain_trial("planned", make=momentum)
+    n_before, _ = count_ops(trial)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (2, n_before + 2):
+        with AtOp(number, interrupt):
+            trial.step(trial.batch)
+        assert trial.outcome() == AFTER
+    assert signal.signal(signal.SIGINT, signal.default_int_handler) is signal.SIG_IGN
+
+
+# Threads
+
+
+def in_thread(function: Callable[[], Any]) -> Any:
+    """What a function returns or raises in a second thread."""
+    results: list[Any] = []
+
+    def run() -> None:
+        try:
+            results.append(function())
+        except BaseException as error:
+            results.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    while thread.is_alive():  # not join, which an interrupt does not end
+        time.sleep(0.001)
+    return results[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_in_a_second_thread_touches_no_handler(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial = chain_trial(kind, make=adam)
+    touched: list[Any] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(signal, "signal", lambda *args: touched.append(args))
+        result = in_thread(lambda: trial.step(trial.batch))
+    assert isinstance(result, torch.Tensor), result
+    assert touched == []
+    assert trial.outcome() == AFTER
+    trial.train()
+
+
+def test_an_interrupt_while_a_second_thread_is_in_the_optimizer() -> None:
+    """It is the main thread's business: the step goes on."""
+    trial = chain_trial("planned", make=adam)
+    n_before, _ = count_ops(trial)
+    results: list[Any] = []
+
+    def run() -> None:
+        with AtOp(n_before + 3, interrupt):
+            results.append(trial.step(trial.batch))
+
+    thread = threading.Thread(target=run)
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        thread.start()
+        while thread.is_alive():
+            time.sleep(0.001)
+        time.sleep(0.01)
+    thread.join()
+    assert len(results) == 1
+    assert trial.outcome() == AFTER
+    trial.train()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_second_thread_must_wait(kind: str) -> None:
+    trial = chain_trial(kind, make=adam)
+    n_before, n_ops = count_ops(trial)
+    for number in (0, n_before - 1, n_before + 1, n_ops - 1):
+        found: list[Any] = []
+
+        def call(found: list[Any] = found) -> None:
+            found.append(in_thread(lambda: trial.step(trial.batch)))
+
+        with AtOp(number, call):
+            trial.step(trial.batch)
+        assert isinstance(found[0], RuntimeError)
+        assert "one thread at a time" in str(found[0])
+        assert trial.outcome() == AFTER
+    trial.train()
+
+
+# Batches that are not what the step can take
+
+
+class Unsteady(nn.Module):
+    """Statistics and dropout: even a forward pass leaves a trace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.norm(self.first(x)))
+        return self.second(F.dropout(torch.tanh(x * torch.rand_like(x)), 0.4))
+
+
+def labelled_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> torch.Tensor:
+    inputs, labels = batch
+    loss = F.cross_entropy(model(inputs), labels)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def unsteady_trial(kind: str) -> Trial:
+    batch = torch.randn(256, 8), torch.arange(256) % 4
+    found = Trial(Unsteady(), batch, function=labelled_step, make=adam, **KINDS[kind])
+    found.train()
+    return found
+
+
+INPUTS, LABELS = torch.zeros(256, 8), torch.zeros(256, dtype=torch.int64)
+BAD: dict[str, Any] = {
+    "shape": (torch.zeros(256, 7), LABELS),
+    "dimensions": (torch.zeros(2, 3, 256, 8), LABELS),
+    "labels of another number": (INPUTS, LABELS[:-1]),
+    "whole numbers": (INPUTS.long(), LABELS),
+    "doubles": (INPUTS.double(), LABELS),
+    "no memory": (INPUTS.to("meta"), LABELS.to("meta")),
+    "no memory for a part": (INPUTS.to("meta"), LABELS),
+    "a part is missing": (INPUTS,),
+    "a part too many": (INPUTS, LABELS, LABELS),
+    "a tensor": INPUTS,
+    "a mapping": {"inputs": INPUTS, "labels": LABELS},
+    "nothing": None,
+    "text": "batch",
+}
+OPAQUE: dict[str, Any] = {
+    "object": object(),
+    "object inside": (INPUTS, object()),
+    "function": (lambda: INPUTS, LABELS),
+    "numpy": (INPUTS.numpy(), LABELS.numpy()),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_batch_is_refused_and_changes_nothing(kind: str, name: str) -> None:
+    trial = unsteady_trial(kind)
+    before = trial.state()
+    with pytest.raises((RuntimeError, ValueError, TypeError, rekindle.CaptureError)):
+        trial.step(BAD[name])
+    assert differences(before, trial.state()) == []
+    trial.train()
+
+
+@pytest.mark.parametrize("name", OPAQUE)
+def test_a_batch_that_cannot_be_looked_into_is_named(name: str) -> None:
+    """In a later step as in the first."""
+    trial = unsteady_trial("captured")
+    before = trial.state()
+    with pytest.raises(rekindle.CaptureError, match="which Rekindle cannot look into"):
+        trial.step(OPAQUE[name])
+    assert differences(before, trial.state()) == []
+    trial.train()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_label_that_does_not_exist(kind: str) -> None:
+    """Found out when the loss is computed: parameters and optimizer state stay."""
+    trial = unsteady_trial(kind)
+    statistics = trial.model.get_buffer("norm.running_mean").clone()
+    with pytest.raises(IndexError):
+        trial.step((trial.batch[0], LABELS + 4))
+    assert trial.outcome() == BEFORE
+    assert not torch.equal(statistics, trial.model.get_buffer("norm.running_mean"))
+    trial.model.load_state_dict(trial.twin[0].state_dict())
+    trial.train()
+
+
+def test_a_batch_too_large_for_the_budget_is_refused_and_changes_nothing() -> None:
+    batch = torch.randn(256, 8), torch.arange(256) % 4
+    trial = Trial(Unsteady(), batch, function=labelled_step, make=adam, budget=100_000)
+    trial.train()
+    large = torch.randn(4096, 8), torch.arange(4096) % 4
+    before = trial.state()
+    with pytest.raises(rekindle.InfeasibleBudget) as caught:
+        trial.step(large)
+    assert caught.value.budget_bytes == 100_000 < caught.value.least_peak_bytes
+    assert differences(before, trial.state()) == []
+    trial.train()
+    assert trial.step.n_captures == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_size_that_fits_trains_right(kind: str) -> None:
+    trial = unsteady_trial(kind)
+    trial.batch = torch.randn(192, 8), torch.arange(192) % 4
+    trial.train()
+    assert trial.step.n_captures == 2

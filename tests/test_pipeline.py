@@ -1,0 +1,184 @@
+"""How a captured step gets its plan: a margin below the budget, and a second plan if that fails."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import rekindle
+from rekindle import models
+from rekindle.engines.captured_step import Arrangement
+from rekindle.engines.select_engine import EngineMaker
+from rekindle.errors import InfeasibleBudget, PlanError, ProfileError
+from rekindle.measuring.bitwise_compare import compare
+from rekindle.pipeline import Arranger
+
+CPU = torch.device("cpu")
+
+
+def parts(name: str = "resnet-tiny", **sizes: int) -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    work = models.build(name, **{"batch": 16, **sizes})
+    return work.train_step, work.model, work.optimizer, work.batch
+
+
+class Holding(EngineMaker):
+    """Engines whose graphs hold so many bytes beside a step."""
+
+    has_graphs = True  # type: ignore[assignment]
+
+    def __init__(self, extra: int) -> None:
+        super().__init__("python", CPU)
+        self.extra = extra
+
+    def extra_bytes(self, batch: list[torch.Tensor]) -> int:
+        return self.extra
+
+
+@pytest.fixture(scope="module")
+def profile() -> Any:
+    return rekindle.profile(rekindle.capture(*parts()), cache=False, runs=1)
+
+
+def test_a_plan_stays_a_little_below_its_budget(profile: Any) -> None:
+    step = rekindle.optimize(*parts(), budget="70%", profile=profile)
+    plain = rekindle.simulate(step.captured.graph, profile).peak_bytes
+    assert step.plan is not None
+    assert step.budget_bytes == int(plain * 0.7)
+    assert step.plan.budget_bytes == step.budget_bytes - int(step.budget_bytes * 0.0005)
+    assert step.plan.peak_bytes <= step.plan.budget_bytes
+
+
+def test_the_least_peak_can_be_had_without_a_margin(profile: Any) -> None:
+    with pytest.raises(InfeasibleBudget) as raised:
+        rekindle.optimize(*parts(), budget="30%", profile=profile)
+    least = raised.value.least_peak_bytes
+    step = rekindle.optimize(*parts(), budget=least, profile=profile)
+    assert step.plan is not None
+    assert step.plan.peak_bytes == step.budget_bytes == least
+    with pytest.raises(InfeasibleBudget) as raised:
+        rekindle.optimize(*parts(), budget=least - 1, profile=profile)
+    assert (raised.value.budget_bytes, raised.value.least_peak_bytes) == (least - 1, least)
+
+
+def test_a_step_that_takes_more_than_its_budget_is_planned_once_more(
+    profile: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As if the first step had needed 2% more than was forecast."""
+
+    def optimize(*given: Any) -> rekindle.TrainStep:
+        step = rekindle.optimize(*given, budget="75%", profile=profile)
+        assert step.plan is not None
+        assert step.budget_bytes is not None
+        first, variant = step.plan, step.captured._first
+        forecast = first.peak_bytes
+        variant._hold_to_budget(step.budget_bytes)
+        assert step.plan is first  # within the budget: nothing to do
+        measured = step.budget_bytes + 100_000
+        variant._hold_to_budget(measured)
+        assert step.plan is not first
+        assert step.plan.peak_bytes <= step.budget_bytes
+        assert step.profile is not None  # what was not forecast is taken to be there all the time
+        assert step.profile.overhead_bytes == profile.overhead_bytes + measured - forecast
+        assert step.plan.recompute_us >= first.recompute_us
+        return step
+
+    with caplog.at_level(logging.WARNING, logger="rekindle"):
+        assert compare(parts, optimize, steps=3).differences == ()
+    assert "the step took" in caplog.text
+    assert "planned again, for 97.7 KiB less" in caplog.text
+
+
+def test_where_there_is_no_other_plan_the_first_stays(
+    profile: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    step = rekindle.optimize(*parts(), budget="70%", profile=profile)
+    first = step.plan
+    step.captured._first._hold_to_budget(10**9)
+    assert step.plan is first
+    assert "there is no other plan with room for that" in caplog.text
+
+
+def test_a_plan_or_profile_is_for_what_is_captured_first(profile: Any) -> None:
+    """A batch of another size is measured and planned anew, for the same budget."""
+    first = rekindle.optimize(*parts(), budget="75%", profile=profile)
+    given = parts()
+    step = rekindle.optimize(*given, plan=first.plan)
+    assert step.plan is first.plan
+    assert (step.profile, step.trace) == (None, None)
+    step(given[3])
+    step(parts(batch=12)[3])
+    assert step.n_captures == 2
+    other = list(step.captured._variants.values())[-1][0].arranged
+    assert other is not None
+    assert other.profile is not None
+    assert other.budget_bytes == first.plan.budget_bytes  # type: ignore[union-attr]
+
+
+def test_what_belongs_to_another_step_is_refused(profile: Any) -> None:
+    with pytest.raises(ProfileError):
+        rekindle.optimize(*parts(batch=8), budget="75%", profile=profile)
+    plan = rekindle.optimize(*parts(), budget="75%", profile=profile).plan
+    with pytest.raises(PlanError):
+        rekindle.optimize(*parts(batch=8), plan=plan)
+    with pytest.raises(PlanError, match="not both"):
+        rekindle.optimize(*parts(), plan=plan, budget="75%")
+    with pytest.raises(PlanError, match="planner"):
+        Arranger("75%", "no such planner")
+
+
+def test_bytes_that_an_engine_holds_count(profile: Any) -> None:
+    """CUDA graphs have a copy of the batch: the plan makes room for it."""
+    captured = rekindle.capture(*parts())
+    budget = int(0.75 * rekindle.simulate(captured.graph, profile).peak_bytes)
+    found = [
+        Arranger(budget, "auto", profile).arrange(
+            captured.recording, captured.graph, [], CPU, Holding(extra)
+        )
+        for extra in (0, 500_000)
+    ]
+    assert all(each.plan.peak_bytes <= budget for each in found)
+    assert found[1].profile is not None
+    assert found[1].profile.overhead_bytes == 500_000
+    assert found[1].plan.recompute_us > found[0].plan.recompute_us
+    given = Arranger(budget, "auto", profile, found[1].plan).arrange(
+        captured.recording, captured.graph, [], CPU, Holding(500_000)
+    )
+    assert given.profile == found[1].profile  # so that its forecast is the same
+
+
+def test_what_graphs_hold_does_not_count_where_there_are_none() -> None:
+    """Steps that update parameters as their gradients come do not run from CUDA graphs."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    captured = rekindle.capture(train_step, model, optimizer, torch.randn(8, 256))
+    graph, recording = captured.graph, captured.recording
+    profile = rekindle.profile(captured, cache=False, runs=1)
+
+    def arrange(budget: int, extra: int) -> Arrangement:
+        return Arranger(budget, "auto", profile).arrange(recording, graph, [], CPU, Holding(extra))
+
+    with pytest.raises(InfeasibleBudget) as raised:
+        arrange(1, 0)
+    least = raised.value.least_peak_bytes
+    for extra in (0, 10 * least):
+        found = arrange(least, extra)
+        assert found.graph.early_updates
+        assert found.plan.peak_bytes == least
+        given = Arranger(least, "auto", profile, found.plan).arrange(
+            recording, graph, [], CPU, Holding(extra)
+        )
+        assert given.profile == found.profile
+    with pytest.raises(InfeasibleBudget):
+        arrange(least - 1, 0)
