@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT / "src"))
 
 import rekindle
 from rekindle import models
-from rekindle.engines.cudagraph.graph_engine import Graphed
+from rekindle.engines.cudagraph.graph_engine import CudaGraphEngine
 from rekindle.measuring.timing import Measurement, measure
 
 DEVICE = torch.device("cuda")
@@ -121,7 +121,7 @@ def planned(
     runs = step.captured._first.engine
     reserved = torch.cuda.memory_reserved()
     found = measure(lambda: step(parts[3]), device=DEVICE, steps=8, warmup=1)
-    is_graphed = isinstance(runs, Graphed)
+    is_graphed = isinstance(runs, CudaGraphEngine)
     peak = max(found.peak_bytes, runs.peak_bytes if is_graphed else 0)
     row = {
         "way": "planned",

@@ -11,7 +11,7 @@ from torch import nn
 
 import rekindle
 from rekindle import models
-from rekindle.engines.captured_step import Arrangement
+from rekindle.engines.captured_step import PlannedStep
 from rekindle.engines.select_engine import EngineMaker
 from rekindle.errors import InfeasibleBudget, PlanError, ProfileError
 from rekindle.measuring.bitwise_compare import compare
@@ -166,7 +166,7 @@ def test_what_graphs_hold_does_not_count_where_there_are_none() -> None:
     graph, recording = captured.graph, captured.recording
     profile = rekindle.profile(captured, cache=False, runs=1)
 
-    def arrange(budget: int, extra: int) -> Arrangement:
+    def arrange(budget: int, extra: int) -> PlannedStep:
         return Arranger(budget, "auto", profile).arrange(recording, graph, [], CPU, Holding(extra))
 
     with pytest.raises(InfeasibleBudget) as raised:

@@ -14,7 +14,7 @@ from rekindle.core.graph.graph import Role, StepGraph
 from rekindle.core.graph.schedule import Plan
 from rekindle.core.graph.simulate import ROLES, simulate
 from rekindle.core.rewrite.improve import carry_over
-from rekindle.engines.captured_step import Arrangement
+from rekindle.engines.captured_step import PlannedStep
 from rekindle.engines.select_engine import EngineMaker
 from rekindle.errors import InfeasibleBudget, PlanError
 from rekindle.measuring import interpreter, measure, profile_cache
@@ -119,7 +119,7 @@ class Arranger:
         batch: list[torch.Tensor],
         device: torch.device,
         engines: EngineMaker,
-    ) -> Arrangement:
+    ) -> PlannedStep:
         """Decide how a captured step is to run, on what these engines make of it.
 
         Raises InfeasibleBudget where no plan stays within the budget. Parameters are updated as
@@ -151,7 +151,7 @@ class Arranger:
         except InfeasibleBudget:  # not every planner finds a plan wherever there is one
             return at_end
 
-    def again(self, before: Arrangement, peak_bytes: int) -> Arrangement | None:
+    def again(self, before: PlannedStep, peak_bytes: int) -> PlannedStep | None:
         """Another plan where a step was found to need more than its budget; None if there is none.
 
         What the step took beyond the forecast is taken to be there all the time.
@@ -170,7 +170,7 @@ class Arranger:
 
     def _first_within(
         self, forms: list[StepGraph], captured: Captured, error: InfeasibleBudget
-    ) -> Arrangement:
+    ) -> PlannedStep:
         """A plan of the first form of a step that has one; else the error that came closest."""
         for form in forms:
             try:
@@ -180,7 +180,7 @@ class Arranger:
         raise error
 
 
-def plan_within(make: Planner, running: StepGraph, captured: Captured) -> Arrangement:
+def plan_within(make: Planner, running: StepGraph, captured: Captured) -> PlannedStep:
     """A plan that leaves a margin below the budget, unless only the whole budget will do.
 
     `running` is the form of the captured step that is planned.
@@ -204,7 +204,7 @@ def plan_within(make: Planner, running: StepGraph, captured: Captured) -> Arrang
         plan.recompute_us / 1e3,
         f", updates as gradients come, in {n_updates} calls" if n_updates else "",
     )
-    return Arrangement(plan, running, costs, profile, budget_bytes)
+    return PlannedStep(plan, running, costs, profile, budget_bytes)
 
 
 def _as_planned(
@@ -213,14 +213,14 @@ def _as_planned(
     plan: Plan,
     profile: Profile | None,
     extra_bytes: int,
-) -> Arrangement:
+) -> PlannedStep:
     """A plan made before: of the step as it was captured, or as it was improved then."""
     running = graph_of(plan, recording, graph) or graph
     plan.check(running)
     costs = None
     if profile is not None:
         costs = Captured(graph, profile, plan.budget_bytes, extra_bytes).costs_of(running)
-    return Arrangement(plan, running, costs, profile, plan.budget_bytes)
+    return PlannedStep(plan, running, costs, profile, plan.budget_bytes)
 
 
 def graph_of(plan: Plan, recording: Recording, graph: StepGraph) -> StepGraph | None:
@@ -234,7 +234,7 @@ def graph_of(plan: Plan, recording: Recording, graph: StepGraph) -> StepGraph | 
     return early if early is not None and plan.fingerprint == early.fingerprint else None
 
 
-def _holds_gradients(arranged: Arrangement) -> bool:
+def _holds_gradients(arranged: PlannedStep) -> bool:
     """Whether weights' gradients matter for the peak, so that updating early could help."""
     assert arranged.profile is not None
     trace = simulate(arranged.graph, arranged.profile, arranged.plan)
@@ -243,7 +243,7 @@ def _holds_gradients(arranged: Arrangement) -> bool:
     return bool(grads[is_high].max(initial=0) > _MATTERS * trace.peak_bytes)
 
 
-def _added_us(arranged: Arrangement) -> float:
+def _added_us(arranged: PlannedStep) -> float:
     """The time that a plan adds, by recomputation and by calls of the optimizer."""
     n_calls = len(arranged.graph.early_updates)
     return arranged.plan.recompute_us + n_calls * _CALL_US

@@ -14,10 +14,10 @@ from rekindle.core.memory.allocator_steering import (
     REST_BYTES,
     ROUND_BYTES,
     Arena,
+    Blocks,
     Mismatch,
-    Pieces,
+    PlannedAddresses,
     Steering,
-    Wishes,
     rounded,
 )
 from rekindle.core.memory.steering_rehearsal import PAGE_BYTES, plan_arena, rehearse
@@ -32,7 +32,7 @@ sizes = st.one_of(
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> Pieces:
+def steps(draw: st.DrawFn) -> Blocks:
     """A step of some ops, each of which asks for up to three pieces."""
     rows = []
     for position in range(draw(st.integers(1, 15))):
@@ -42,7 +42,7 @@ def steps(draw: st.DrawFn) -> Pieces:
     if draw(st.booleans()) and rows:
         rows.append((rows[-1][0] + 1, rows[-1][0] + 2, rounded(draw(sizes)), False))
     start, end, nbytes, is_steered = zip(*rows, strict=True) if rows else ((), (), (), ())
-    return Pieces(
+    return Blocks(
         np.array(start, dtype=np.int64),
         np.array(end, dtype=np.int64),
         np.array(nbytes, dtype=np.int64),
@@ -129,7 +129,7 @@ def test_a_book_from_what_is_taken() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(steps())
-def test_a_step_stays_in_its_arena(pieces: Pieces) -> None:
+def test_a_step_stays_in_its_arena(pieces: Blocks) -> None:
     plan = plan_arena(pieces)
     assert plan.arena_bytes >= pieces.least_bytes
     assert plan.arena_bytes % PAGE_BYTES == 0
@@ -143,11 +143,11 @@ def test_pieces_go_where_they_are_wanted() -> None:
     """Whatever their order, and although smaller holes would do."""
     start, end = np.array([0, 1, 1, 1]), np.array([3, 3, 2, 1])
     nbytes = np.array([8, 4, 16, 6]) * MIB
-    pieces = Pieces(start, end, nbytes, np.ones(4, dtype=bool))
+    pieces = Blocks(start, end, nbytes, np.ones(4, dtype=bool))
     offsets = np.array([40, 20, 60, 0]) * MIB
     for order in ([1, 2, 3], [3, 2, 1], [2, 3, 1]):
         arena = Arena({0: 100 * MIB})
-        steering = Steering(Arena({0: 100 * MIB}), arena, Wishes(pieces, offsets))
+        steering = Steering(Arena({0: 100 * MIB}), arena, PlannedAddresses(pieces, offsets))
         for asked in ([0], order):
             steering.arrange(asked)
             for piece in asked:
@@ -165,7 +165,7 @@ def test_pieces_of_one_size_go_where_they_are_wanted(order: tuple[int, ...]) -> 
     once, nbytes = np.zeros(3, dtype=np.int64), np.full(3, 8 * MIB)
     offsets = np.array([0, 20, 40]) * MIB
     arena = Arena({0: 60 * MIB})
-    wishes = Wishes(Pieces(once, once, nbytes, np.ones(3, dtype=bool)), offsets)
+    wishes = PlannedAddresses(Blocks(once, once, nbytes, np.ones(3, dtype=bool)), offsets)
     steering = Steering(Arena({0: 60 * MIB}), arena, wishes)
     steering.arrange(order)
     assert [arena.allocate(8 * MIB) for _ in order] == [offsets[piece] for piece in order]
@@ -176,7 +176,7 @@ def test_larger_holes_are_not_taken_for_others() -> None:
     once, nbytes = np.zeros(3, dtype=np.int64), np.array([8, 8, 4]) * MIB
     offsets = np.array([20 * MIB, 0, 8 * MIB + APART_BYTES])
     arena = Arena({0: 60 * MIB})
-    wishes = Wishes(Pieces(once, once, nbytes, np.ones(3, dtype=bool)), offsets)
+    wishes = PlannedAddresses(Blocks(once, once, nbytes, np.ones(3, dtype=bool)), offsets)
     steering = Steering(Arena({0: 60 * MIB}), arena, wishes)
     steering.arrange([0, 1, 2])
     assert [arena.allocate(int(each)) for each in nbytes] == [0, 20 * MIB, offsets[2]]
@@ -186,19 +186,19 @@ def test_larger_holes_are_not_taken_for_others() -> None:
 def test_there_is_room_for_larger_holes(twins: list[int]) -> None:
     """What comes later needs the memory of the one that goes first, and more."""
     start, end = np.array([0, 1, 1, 3]), np.array([9, *twins, 4])
-    pieces = Pieces(start, end, np.array([16, 8, 8, 24]) * MIB, np.ones(4, dtype=bool))
+    pieces = Blocks(start, end, np.array([16, 8, 8, 24]) * MIB, np.ones(4, dtype=bool))
     assert plan_arena(pieces).arena_bytes <= pieces.least_bytes + PAGE_BYTES
 
 
 def test_a_piece_that_cannot_have_its_place_leaves_others_theirs() -> None:
     nbytes = np.array([8, 8, 8]) * MIB
-    pieces = Pieces(np.array([0, 1, 2]), np.array([5, 5, 5]), nbytes, np.ones(3, dtype=bool))
+    pieces = Blocks(np.array([0, 1, 2]), np.array([5, 5, 5]), nbytes, np.ones(3, dtype=bool))
     offsets = np.array([0, 8, 16]) * MIB
     arena = Arena({0: 32 * MIB})
     book = Arena({0: 32 * MIB})
     for each in (arena, book):
         assert each.place(10 * MIB, 2 * MIB)  # nobody has foreseen this
-    steering = Steering(book, arena, Wishes(pieces, offsets))
+    steering = Steering(book, arena, PlannedAddresses(pieces, offsets))
     found = []
     for piece in range(3):
         steering.arrange([piece])
@@ -210,8 +210,8 @@ def test_a_piece_that_cannot_have_its_place_leaves_others_theirs() -> None:
 
 
 def test_an_allocator_that_does_something_else_is_noticed() -> None:
-    pieces = Pieces(*(np.array([n]) for n in (0, 0, 4 * MIB)), np.array([True]))
-    wishes = Wishes(pieces, np.array([8 * MIB]))
+    pieces = Blocks(*(np.array([n]) for n in (0, 0, 4 * MIB)), np.array([True]))
+    wishes = PlannedAddresses(pieces, np.array([8 * MIB]))
     steering = Steering(Arena({0: 64 * MIB}), Arena({0: 64 * MIB}, {0: 32 * MIB}), wishes)
     with pytest.raises(Mismatch):
         steering.arrange([0])
@@ -222,13 +222,13 @@ def test_an_allocator_that_does_something_else_is_noticed() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(steps(), st.randoms(use_true_random=False), st.sampled_from([1.0, 0.8, 1.3]))
-def test_ops_that_do_not_behave(pieces: Pieces, chance: object, scale: float) -> None:
+def test_ops_that_do_not_behave(pieces: Blocks, chance: object, scale: float) -> None:
     """Temporaries first, blocks that stay, any order, an arena of another size: all is booked."""
     random = chance.random  # type: ignore[attr-defined]
     plan = plan_arena(pieces)
     arena_bytes = -(-int(plan.arena_bytes * scale) // PAGE_BYTES) * PAGE_BYTES
     real = Growing(max(arena_bytes, PAGE_BYTES))
-    wishes = Wishes(pieces, plan.offsets)
+    wishes = PlannedAddresses(pieces, plan.offsets)
 
     def read() -> Steering:
         for plug in list(real.plugs):

@@ -22,8 +22,8 @@ from rekindle.core.rewrite.improve import (
     TOGETHER_TARGET,
     UPDATE_TARGET,
     Update,
+    batch_small_ops,
     carry_over,
-    do_together,
     update_early,
     write_in_place,
 )
@@ -263,7 +263,7 @@ def groups(graph: StepGraph) -> list[list[str]]:
 
 def test_ops_of_one_kind_become_one_in_place_of_the_last() -> None:
     graph, casts = with_casts()
-    found = do_together(graph, [casts])
+    found = batch_small_ops(graph, [casts])
     assert_consistent(found)
     assert [op.name for op in found.ops] == [
         *("op0", "op1", "op3", "op5", "op7", "op8_together", "op9")
@@ -281,51 +281,51 @@ def test_ops_of_one_kind_become_one_in_place_of_the_last() -> None:
 def test_work_adds_up_and_nobody_writes_in_place() -> None:
     graph, casts = with_casts()
     ops = tuple(replace(op, flops=op.index, may_overwrite=op.inputs[:1]) for op in graph.ops)
-    found = do_together(replace(graph, ops=ops), [casts])
+    found = batch_small_ops(replace(graph, ops=ops), [casts])
     (op,) = [op for op in found.ops if op.target == TOGETHER_TARGET]
     assert (op.flops, op.may_overwrite) == (sum(casts), ())
 
 
 def test_a_result_that_is_read_ends_its_group() -> None:
     graph, casts = with_casts(reads={2: (3,)})  # the first cast, before the third
-    assert groups(do_together(graph, [casts])) == [["v3", "v5"], ["v7", "v9"]]
+    assert groups(batch_small_ops(graph, [casts])) == [["v3", "v5"], ["v7", "v9"]]
     graph, casts = with_casts(reads={1: (3,)})
-    assert groups(do_together(graph, [casts])) == [["v5", "v7", "v9"]]
+    assert groups(batch_small_ops(graph, [casts])) == [["v5", "v7", "v9"]]
 
 
 def test_an_input_that_is_changed_ends_its_group() -> None:
     graph, casts = with_casts(changes={2: (2,)})  # the first gradient, before the third is made
-    found = do_together(graph, [casts])
+    found = batch_small_ops(graph, [casts])
     assert_consistent(found)
     assert groups(found) == [["v3", "v5"], ["v7", "v9"]]
 
 
 def test_an_input_may_be_read_meanwhile() -> None:
     graph, casts = with_casts(reads={2: (2,)})
-    assert groups(do_together(graph, [casts])) == [["v3", "v5", "v7", "v9"]]
+    assert groups(batch_small_ops(graph, [casts])) == [["v3", "v5", "v7", "v9"]]
 
 
 def test_a_group_of_one_stays_what_it_is() -> None:
     graph, casts = with_casts(reads={1: (3,), 2: (5,), 3: (7,)})
-    found = do_together(graph, [casts])
+    found = batch_small_ops(graph, [casts])
     assert groups(found) == []
     assert found.ops == graph.ops
     assert found.values == graph.values
-    assert do_together(graph, [[casts[0]], [], casts[1:2]]).ops == graph.ops
+    assert batch_small_ops(graph, [[casts[0]], [], casts[1:2]]).ops == graph.ops
 
 
 def test_groups_are_as_large_as_a_mebibyte_or_a_sixteenth_of_all() -> None:
     graph, casts = with_casts(n_casts=8, nbytes=MIB // 2)
-    assert [len(group) for group in groups(do_together(graph, [casts]))] == [2, 2, 2, 2]
+    assert [len(group) for group in groups(batch_small_ops(graph, [casts]))] == [2, 2, 2, 2]
     graph, casts = with_casts(n_casts=5, nbytes=MIB)
-    assert groups(do_together(graph, [casts])) == []
+    assert groups(batch_small_ops(graph, [casts])) == []
     graph, casts = with_casts(n_casts=64, nbytes=MIB)
-    assert [len(group) for group in groups(do_together(graph, [casts]))] == [4] * 16
+    assert [len(group) for group in groups(batch_small_ops(graph, [casts]))] == [4] * 16
 
 
 def test_kinds_are_kept_apart() -> None:
     graph, casts = with_casts()
-    found = do_together(graph, [casts[::2], casts[1::2]])
+    found = batch_small_ops(graph, [casts[::2], casts[1::2]])
     assert_consistent(found)
     assert groups(found) == [["v3", "v7"], ["v5", "v9"]]
 
@@ -341,7 +341,7 @@ def counting(*counters: int) -> tuple[StepGraph, list[int]]:
 
 def test_counters_become_one_op() -> None:
     graph, counts = counting(1, 2, 3)
-    found = do_together(graph, [counts])
+    found = batch_small_ops(graph, [counts])
     assert_consistent(found)
     assert [op.name for op in found.ops] == ["op2_together", "op3", "op4"]
     op = found.ops[0]
@@ -350,7 +350,7 @@ def test_counters_become_one_op() -> None:
 
 def test_a_counter_that_counts_twice_is_in_two_groups() -> None:
     graph, counts = counting(1, 2, 1, 3)
-    found = do_together(graph, [counts])
+    found = batch_small_ops(graph, [counts])
     assert_consistent(found)
     assert groups(found) == [["in1", "in2"], ["in1", "in3"]]
 
@@ -594,7 +594,7 @@ def test_done_together_costs_as_much_as_one_by_one() -> None:
         times_us=[float(1 + op.index) for op in graph.ops],
         workspaces={casts[0]: 5, casts[1]: 7},
     )
-    found = do_together(graph, [casts])
+    found = batch_small_ops(graph, [casts])
     costs = carry_over(profile, graph, found)
     costs.check(found)
     (place,) = positions(found, TOGETHER_TARGET)
@@ -606,7 +606,7 @@ def test_done_together_costs_as_much_as_one_by_one() -> None:
 def test_counters_done_together_cost_as_much_as_one_by_one() -> None:
     graph, counts = counting(1, 2, 1, 3)
     profile = profile_of(graph, times_us=[1.0, 2.0, 4.0, 8.0, 16.0, 32.0])
-    found = do_together(graph, [counts])
+    found = batch_small_ops(graph, [counts])
     costs = carry_over(profile, graph, found)
     assert [cost.time_us for cost in costs.costs] == [3.0, 12.0, 16.0, 32.0]
 
@@ -760,7 +760,7 @@ def test_random_steps_with_backward_ops_together(
     kinds: list[list[int]] = [[], []]
     for index in able:
         rng.choice(kinds).append(index)
-    found = do_together(graph, kinds)
+    found = batch_small_ops(graph, kinds)
     assert_consistent(found)
     number = _Numbers()
     assert meaning(graph, found, number) == meaning(graph, graph, number)

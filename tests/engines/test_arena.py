@@ -27,7 +27,7 @@ from rekindle.core.memory.steering_rehearsal import PAGE_BYTES
 from rekindle.engines import select_engine
 from rekindle.engines.cudagraph import arena
 from rekindle.engines.cudagraph.arena import Counts
-from rekindle.engines.cudagraph.graph_engine import Graph, Graphed
+from rekindle.engines.cudagraph.graph_engine import CudaGraphEngine, Graph
 from rekindle.engines.inductor.group_compiler import Fused
 from rekindle.measuring.bitwise_compare import compare
 
@@ -233,7 +233,7 @@ def use(recorder: SteeredPlayer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         select_engine.EngineMaker,
         "make",
-        lambda self, program, *known: Graphed(program, recorder, *known),
+        lambda self, program, *known: CudaGraphEngine(program, recorder, *known),
     )
 
 
@@ -251,7 +251,7 @@ def steer(
     n_rows: int = 16384,
     workspace_bytes: int = 0,
     **how: Any,
-) -> tuple[SteeredPlayer, Graphed]:
+) -> tuple[SteeredPlayer, CudaGraphEngine]:
     """Two steps, the second captured and steered; they compute what plain steps do.
 
     The first seems to need a workspace for every op.
@@ -271,7 +271,7 @@ def steer(
     assert recorder.n_captures > 0
     assert not recorder.pool.plugs
     engine = made[0].captured._first.engine
-    assert isinstance(engine, Graphed)
+    assert isinstance(engine, CudaGraphEngine)
     return recorder, engine
 
 
@@ -348,7 +348,7 @@ def test_results_are_expected_as_code_asks_for_them(
         parts = train_step, model, torch.optim.SGD(model.parameters(), lr=0.1)
         step = rekindle.optimize(*parts, torch.randn(16384, 32))
     engine = step.captured._first.engine
-    assert isinstance(engine, Graphed)
+    assert isinstance(engine, CudaGraphEngine)
     assert engine._steered is not None
     needs = engine._steered._needs
     found = [[needs._nbytes[i] for i in pieces] for pieces in needs.pieces_of.values()]
@@ -357,7 +357,7 @@ def test_results_are_expected_as_code_asks_for_them(
     assert pair == ([doubles, singles] if order == [1, 0] else [singles, doubles])
 
 
-def workspaces_of(engine: Graphed) -> dict[fx.Node, int]:
+def workspaces_of(engine: CudaGraphEngine) -> dict[fx.Node, int]:
     """What captured nodes are known to need beside their results, where it is 3 MiB."""
     assert engine._steered is not None
     needs = engine._steered._needs
@@ -369,7 +369,7 @@ def workspaces_of(engine: Graphed) -> dict[fx.Node, int]:
     }
 
 
-def nodes_of(engine: Graphed) -> set[fx.Node]:
+def nodes_of(engine: CudaGraphEngine) -> set[fx.Node]:
     assert engine._steered is not None
     return engine._steered._needs.nodes
 
@@ -419,7 +419,7 @@ def test_a_first_step_that_fails_is_watched_again(monkeypatch: pytest.MonkeyPatc
     for _ in range(2):
         step(parts[3])
     engine = step.captured._first.engine
-    assert isinstance(engine, Graphed)
+    assert isinstance(engine, CudaGraphEngine)
     assert workspaces_of(engine).keys() == nodes_of(engine)
 
 
@@ -442,7 +442,7 @@ def test_the_forecast_is_of_the_arena_while_there_is_one(monkeypatch: pytest.Mon
     profile = rekindle.profile(rekindle.capture(*parts), device="H200")
     step = rekindle.optimize(*parts, budget="80%", profile=profile)
     engine = step.captured._first.engine
-    assert isinstance(engine, Graphed)
+    assert isinstance(engine, CudaGraphEngine)
     assert engine.is_steered
     assert step.plan is not None
     for _ in range(3):  # before the first step, after it, and once there is the arena

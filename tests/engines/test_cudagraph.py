@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import rekindle
 from rekindle import models
 from rekindle.engines import select_engine
-from rekindle.engines.cudagraph.graph_engine import Graphed, _is_dense
+from rekindle.engines.cudagraph.graph_engine import CudaGraphEngine, _is_dense
 from rekindle.measuring.bitwise_compare import compare, differences, state_of
 
 Parts = tuple[Callable[..., Any], nn.Module, torch.optim.Optimizer, Any]
@@ -34,7 +34,7 @@ def player(monkeypatch: pytest.MonkeyPatch) -> Player:
     made = Player()
 
     def make(self: Any, program: Any, *known: Any) -> Any:
-        return Graphed(program, made, *known)
+        return CudaGraphEngine(program, made, *known)
 
     monkeypatch.setattr(select_engine.EngineMaker, "make", make)
     return made
@@ -72,9 +72,9 @@ def parts(model: nn.Module, **options: Any) -> Parts:
     return train_step, model, optimizer, torch.randn(16, 8)
 
 
-def engine_of(step: rekindle.TrainStep) -> Graphed:
+def engine_of(step: rekindle.TrainStep) -> CudaGraphEngine:
     found = step.captured._first.engine
-    assert isinstance(found, Graphed)
+    assert isinstance(found, CudaGraphEngine)
     return found
 
 

@@ -15,7 +15,7 @@ from torch import nn
 import rekindle
 from rekindle.engines import captured_step as steps
 from rekindle.engines import expandable_segments, select_engine
-from rekindle.engines.cudagraph.graph_engine import Graphed
+from rekindle.engines.cudagraph.graph_engine import CudaGraphEngine
 from rekindle.engines.expandable_segments import Growing, growing_for, tidy
 
 GPU = torch.device("cuda", 0)
@@ -160,7 +160,7 @@ def test_graphs_are_captured_where_nothing_grows(
     monkeypatch.setattr(
         select_engine.EngineMaker,
         "make",
-        lambda self, program, *known: Graphed(program, player, *known),
+        lambda self, program, *known: CudaGraphEngine(program, player, *known),
     )
     step, optimizer, batch = planned(monkeypatch, growing)
     in_optimizer: list[bool] = []

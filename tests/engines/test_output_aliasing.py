@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from rekindle.core.graph.dataflow import dataflow
 from rekindle.core.graph.graph import CAST_TARGET, Role
 from rekindle.engines.inductor import decompositions
-from rekindle.engines.inductor.always_recompute import Again
-from rekindle.engines.inductor.call_index import Units
+from rekindle.engines.inductor.always_recompute import AlwaysRecomputed
+from rekindle.engines.inductor.call_index import CallIndex
 from rekindle.engines.inductor.decompose import normalized
 from rekindle.engines.inductor.recording_builder import Builder
 from rekindle.rewriting.multi_tensor import cast
@@ -151,8 +151,8 @@ def test_an_activation_function_is_computed_again_beside_its_gradient() -> None:
 def test_nothing_is_made_late_where_its_readers_come_first() -> None:
     """A convolution's gradients come together, and that of its weight needs its input."""
     recording = normalized(recorded(images()), for_gpu=False)
-    units = Units(recording.tape, Builder(recording).calls())
-    assert Again(units, set()).late == {}
+    units = CallIndex(recording.tape, Builder(recording).calls())
+    assert AlwaysRecomputed(units, set()).late == {}
 
 
 def test_what_the_step_returns_is_not_made_late() -> None:

@@ -20,7 +20,7 @@ import rekindle
 from rekindle import models
 from rekindle.core.memory.allocator_steering import Arena
 from rekindle.engines.cudagraph.arena import CudaPool
-from rekindle.engines.cudagraph.graph_engine import CudaRecorder, Graphed
+from rekindle.engines.cudagraph.graph_engine import CudaGraphEngine, CudaRecorder
 from rekindle.measuring.bitwise_compare import compare
 from rekindle.measuring.meters import clear_workspaces
 from rekindle.planners.finish import finish
@@ -68,10 +68,10 @@ class Watched:
         return self.step
 
     @property
-    def engine(self) -> Graphed:
+    def engine(self) -> CudaGraphEngine:
         assert self.step is not None
         found = self.step.captured._first.engine
-        assert isinstance(found, Graphed)
+        assert isinstance(found, CudaGraphEngine)
         return found
 
     def check_graphs(self) -> None:
@@ -269,7 +269,7 @@ def test_a_capture_that_fails_leaves_the_generator_usable(monkeypatch: pytest.Mo
     del pool  # ends the process, if the allocator still takes the capture to be under way
 
 
-def segments_of(engine: Graphed) -> dict[int, int]:
+def segments_of(engine: CudaGraphEngine) -> dict[int, int]:
     """The large segments of the pool that a step's graphs share."""
     recorder = engine._recorder
     assert isinstance(recorder, CudaRecorder)

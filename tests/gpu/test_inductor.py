@@ -11,7 +11,7 @@ import torch
 
 import rekindle
 from rekindle import models
-from rekindle.engines.cudagraph.graph_engine import Graphed
+from rekindle.engines.cudagraph.graph_engine import CudaGraphEngine
 from rekindle.measuring.bitwise_compare import State, differences, state_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -49,7 +49,7 @@ def test_a_plan_changes_no_bit(name: str, batch: int, budget: str) -> None:
     assert plain["result 0"] == planned["result 0"]  # whatever comes of nondeterministic gradients
     assert differences(plain, planned) == []
     engine = planned_step.captured._first.engine
-    assert isinstance(engine, Graphed)
+    assert isinstance(engine, CudaGraphEngine)
     assert not engine.reason
     assert planned_step.budget_bytes is not None
     assert engine.peak_bytes <= planned_step.budget_bytes
@@ -61,7 +61,7 @@ def test_reserved_memory_is_what_was_planned() -> None:
     torch.cuda.empty_cache()
     step, _ = trained("gpt2", 4)
     engine = step.captured._first.engine
-    assert isinstance(engine, Graphed)
+    assert isinstance(engine, CudaGraphEngine)
     fusing = step.captured._engines._fusing
     assert fusing is not None
     assert any(len(function.order) > 1 for function in fusing.functions)

@@ -26,8 +26,8 @@ from rekindle.measuring.bitwise_compare import compare, differences, state_of
 from rekindle.planners.finish import finish
 from rekindle.planners.lowering import Choices, choices
 from rekindle.planners.problem import Problem, problem_of
-from rekindle.rewriting.apply_schedule import Listing, rewrite
-from rekindle.rewriting.verify import check_listing
+from rekindle.rewriting.apply_schedule import RewrittenStep, rewrite
+from rekindle.rewriting.verify import check_rewritten
 from rekindle.tracing.recording import Recording
 
 Parts = tuple[Callable[..., Any], nn.Module, torch.optim.Optimizer, Any]
@@ -249,7 +249,7 @@ def test_verify_leaves_the_objects_as_they_are() -> None:
 
 
 @pytest.fixture
-def planned() -> tuple[Recording, StepGraph, Listing, Plan]:
+def planned() -> tuple[Recording, StepGraph, RewrittenStep, Plan]:
     step = dropping(drop_all)(*MODELS["residual"]())
     captured = step.captured
     assert step.plan is not None
@@ -263,7 +263,7 @@ def test_the_check_sees_a_call_out_of_place(planned: Any) -> None:
     a, b = called[3], called[4]
     listing.nodes[a], listing.nodes[b] = listing.nodes[b], listing.nodes[a]
     with pytest.raises(RewriteError, match="not the one scheduled"):
-        check_listing(recording, graph, listing, plan.schedule)
+        check_rewritten(recording, graph, listing, plan.schedule)
 
 
 def test_the_check_sees_a_wrong_reader(planned: Any) -> None:
@@ -274,7 +274,7 @@ def test_the_check_sees_a_wrong_reader(planned: Any) -> None:
     other = next(n for n in listing.nodes if n in listing.origin and n not in (old, node))
     node.replace_input_with(old, other)
     with pytest.raises(RewriteError):
-        check_listing(recording, graph, listing, plan.schedule)
+        check_rewritten(recording, graph, listing, plan.schedule)
 
 
 def test_the_check_sees_what_is_deleted_too_early_or_never(planned: Any) -> None:
@@ -282,10 +282,10 @@ def test_the_check_sees_what_is_deleted_too_early_or_never(planned: Any) -> None
     node, freed = next((n, f) for n, f in listing.frees.items() if f and f[0] is not n)
     del listing.frees[node]
     with pytest.raises(RewriteError, match="never deleted"):
-        check_listing(recording, graph, listing, plan.schedule)
+        check_rewritten(recording, graph, listing, plan.schedule)
     listing.frees[freed[0]] = [freed[0]]
     with pytest.raises(RewriteError, match="after its end"):
-        check_listing(recording, graph, listing, plan.schedule)
+        check_rewritten(recording, graph, listing, plan.schedule)
 
 
 def test_a_random_op_draws_the_same_numbers_again() -> None:

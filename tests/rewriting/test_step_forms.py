@@ -45,12 +45,17 @@ from rekindle.core.graph.serial import load_plan, save_plan
 from rekindle.core.graph.simulate import simulate
 from rekindle.core.memory.layout import schedule_of
 from rekindle.core.rewrite import improve
-from rekindle.core.rewrite.improve import TOGETHER_TARGET, UPDATE_TARGET, carry_over, do_together
+from rekindle.core.rewrite.improve import (
+    TOGETHER_TARGET,
+    UPDATE_TARGET,
+    batch_small_ops,
+    carry_over,
+)
 from rekindle.errors import InfeasibleBudget, PlanError, RewriteError
 from rekindle.measuring.bitwise_compare import Parts, compare, differences, state_of
-from rekindle.rewriting.apply_schedule import Listing, rewrite
+from rekindle.rewriting.apply_schedule import RewrittenStep, rewrite
 from rekindle.rewriting.step_forms import improved, with_early_updates
-from rekindle.rewriting.verify import check_listing
+from rekindle.rewriting.verify import check_rewritten
 from rekindle.tracing.recording import Recording
 
 WIDTH = 32
@@ -845,7 +850,7 @@ def test_an_error_before_the_first_update_leaves_all_as_it_was() -> None:
 
 # The check of what is rewritten
 
-Rewritten = tuple[Recording, StepGraph, Listing, Schedule]
+Rewritten = tuple[Recording, StepGraph, RewrittenStep, Schedule]
 
 
 def rewritten(recording: Recording, graph: StepGraph) -> Rewritten:
@@ -853,8 +858,10 @@ def rewritten(recording: Recording, graph: StepGraph) -> Rewritten:
     return recording, graph, rewrite(recording, graph, schedule), schedule
 
 
-def is_right(recording: Recording, graph: StepGraph, listing: Listing, schedule: Schedule) -> None:
-    check_listing(recording, graph, listing, schedule)
+def is_right(
+    recording: Recording, graph: StepGraph, listing: RewrittenStep, schedule: Schedule
+) -> None:
+    check_rewritten(recording, graph, listing, schedule)
 
 
 @pytest.fixture
@@ -1026,7 +1033,7 @@ def cast_together() -> Rewritten:
     forms = forms_of(NORMED())
     casts = casts_of(forms)
     assert len(casts) == 6
-    found = rewritten(forms.recording, do_together(forms.graph, [casts]))
+    found = rewritten(forms.recording, batch_small_ops(forms.graph, [casts]))
     is_right(*found)
     assert [len(calls) for calls in found[2].together.values()] == [6]
     return found
@@ -1064,7 +1071,7 @@ def test_the_check_sees_a_counter_that_does_not_count() -> None:
     counts = [
         op.index for op in forms.graph.ops if "add_" in op.target and op.phase is Phase.FORWARD
     ]
-    found = rewritten(forms.recording, do_together(forms.graph, [counts[:3]]))
+    found = rewritten(forms.recording, batch_small_ops(forms.graph, [counts[:3]]))
     is_right(*found)
     listing = found[2]
     ((node, calls),) = listing.together.items()

@@ -15,7 +15,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from rekindle.core.graph.graph import Phase
-from rekindle.core.graph.schedule import Plan, Run, resolve
+from rekindle.core.graph.schedule import Plan, ResolvedCompute, resolve
 from rekindle.dynamo import private
 from rekindle.dynamo.fusion import Kind, is_reduction, kind_of, never_again, without_statistics
 from rekindle.dynamo.joint_graph import Joint, nbytes_of, outputs_of
@@ -62,7 +62,7 @@ class _Writer:
             if node.op == "placeholder" or (node in joint.forward and node.op != "output"):
                 self.first[node] = self._first(node)
         for step in resolve(joint.step, plan.schedule):
-            if isinstance(step, Run):
+            if isinstance(step, ResolvedCompute):
                 op = joint.step.ops[step.op]
                 if step.copy or op.phase is not Phase.FORWARD:
                     self._run(step)
@@ -86,7 +86,7 @@ class _Writer:
             private.stay_in_forward(made)
         return made
 
-    def _run(self, run: Run) -> None:
+    def _run(self, run: ResolvedCompute) -> None:
         """Write one op of the backward pass, or a recomputation."""
         node = self.joint.main[run.op]
         if node is None:  # the tangents, which are there, and stay
@@ -134,7 +134,7 @@ class _Writer:
         made.meta = dict(node.meta)
         return made
 
-    def _find(self, node: fx.Node, run: Run | None) -> fx.Node:
+    def _find(self, node: fx.Node, run: ResolvedCompute | None) -> fx.Node:
         """What an op reads: the copy the plan says, or something computed from such copies."""
         if node in self.number:
             value = self.number[node]

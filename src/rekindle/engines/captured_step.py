@@ -19,7 +19,7 @@ from rekindle.core.graph.liveness import analyze
 from rekindle.core.graph.schedule import Plan
 from rekindle.core.graph.simulate import simulate
 from rekindle.core.memory.layout import schedule_of
-from rekindle.engines.cudagraph.graph_engine import Graphed
+from rekindle.engines.cudagraph.graph_engine import CudaGraphEngine
 from rekindle.engines.expandable_segments import growing_for
 from rekindle.engines.program import Program
 from rekindle.engines.select_engine import Engine, EngineMaker
@@ -28,7 +28,7 @@ from rekindle.measuring.timing import tensors_around
 from rekindle.rewriting.apply_schedule import rewrite
 from rekindle.rewriting.early_updates import is_one_by_one
 from rekindle.rewriting.step_forms import improved
-from rekindle.rewriting.verify import check_listing
+from rekindle.rewriting.verify import check_rewritten
 from rekindle.tracing import batch_tree, user_line
 from rekindle.tracing.guard import Guard, signature
 from rekindle.tracing.lift import lift
@@ -43,7 +43,7 @@ MAX_VARIANTS = 16
 """How many captures a step keeps, for different batch shapes and modes; the oldest go first."""
 
 
-class Arrangement(NamedTuple):
+class PlannedStep(NamedTuple):
     """What was decided about a captured step; a plan from elsewhere may come without costs.
 
     `graph` is the step that is planned and runs, `profile` what its ops cost: it may do in place
@@ -67,10 +67,10 @@ class Arranger(Protocol):
         batch: list[torch.Tensor],
         device: torch.device,
         engines: EngineMaker,
-    ) -> Arrangement:
+    ) -> PlannedStep:
         """Decide about a captured step, given its batch's tensors and how it will run."""
 
-    def again(self, before: Arrangement, peak_bytes: int) -> Arrangement | None:
+    def again(self, before: PlannedStep, peak_bytes: int) -> PlannedStep | None:
         """Decide anew after a step has needed more than its budget."""
 
 
@@ -93,7 +93,7 @@ class Variant:
         self._arranger = arranger
         self._engines = engines
         self._device = device
-        self.arranged: Arrangement | None = None
+        self.arranged: PlannedStep | None = None
         if arranger is not None:
             self.arranged = arranger.arrange(recording, self.graph, batch, device, engines)
         self.engine = self._planned()
@@ -104,7 +104,7 @@ class Variant:
     @property
     def program(self) -> Program:
         """The generated code."""
-        return self.engine.program if isinstance(self.engine, Graphed) else self.engine
+        return self.engine.program if isinstance(self.engine, CudaGraphEngine) else self.engine
 
     def fetch(self) -> list[torch.Tensor] | None:
         """The tensors around the step; None if the user's objects are not as they were."""
@@ -118,7 +118,7 @@ class Variant:
         if self._is_first and self.arranged and self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
             result = self.engine(batch, state)
-            seen = self.engine.peak_bytes if isinstance(self.engine, Graphed) else 0
+            seen = self.engine.peak_bytes if isinstance(self.engine, CudaGraphEngine) else 0
             self._hold_to_budget(max(seen, torch.cuda.max_memory_allocated(self._device)))
         else:
             result = self.engine(batch, state)
@@ -128,7 +128,7 @@ class Variant:
 
     def _hold_graphs_to_budget(self) -> None:
         """Plan once more if graphs need more than the budget; then do without them."""
-        if isinstance(self.engine, Graphed) and self.arranged:
+        if isinstance(self.engine, CudaGraphEngine) and self.arranged:
             over = self.engine.peak_bytes - self.arranged.budget_bytes
             if over > 0 and not self._hold_to_budget(self.engine.peak_bytes):
                 self.engine.give_up(f"they need {format_bytes(over)} more than the budget")
@@ -165,7 +165,7 @@ class Variant:
             optimizer_bytes = analyze(self.graph).optimizer_bytes()
             return self._engines.make(Program(self.recording, None, optimizer_bytes), self.graph)
         listing = rewrite(self.recording, graph, schedule)
-        check_listing(self.recording, graph, listing, schedule)
+        check_rewritten(self.recording, graph, listing, schedule)
         growing = None
         if self.arranged is not None:
             growing = growing_for(self.arranged.plan.peak_bytes, self._device)
@@ -236,7 +236,7 @@ class CapturedStep:
         return sum(len(variants) for variants in self._variants.values())
 
     @property
-    def arranged(self) -> Arrangement | None:
+    def arranged(self) -> PlannedStep | None:
         """The profile and plan of what was captured first; None where nothing is dropped."""
         return self._first.arranged
 
@@ -258,13 +258,13 @@ class CapturedStep:
         is what the first step needed, if that was watched: the allocator's count does not show it.
         """
         engines = [v.engine for variants in self._variants.values() for v in variants]
-        return max((e.peak_bytes for e in engines if isinstance(e, Graphed)), default=0)
+        return max((e.peak_bytes for e in engines if isinstance(e, CudaGraphEngine)), default=0)
 
     @property
     def is_steered(self) -> bool:
         """Whether what the first capture makes lies in an arena of CUDA graphs, once they are."""
         engine = self._first.engine
-        return isinstance(engine, Graphed) and engine.is_steered
+        return isinstance(engine, CudaGraphEngine) and engine.is_steered
 
     @property
     def recording(self) -> Recording:

@@ -24,7 +24,7 @@ from rekindle.core.cost.allocator import LARGE_BYTES, allocated_bytes
 from rekindle.engines.codegen import Code
 from rekindle.engines.defer_sigint import uninterrupted
 from rekindle.engines.expandable_segments import Growing
-from rekindle.rewriting.apply_schedule import Listing, as_recorded
+from rekindle.rewriting.apply_schedule import RewrittenStep, as_recorded
 from rekindle.tracing.recording import Recording
 from rekindle.tracing.tape import Kind
 
@@ -40,7 +40,7 @@ class Program:
     def __init__(
         self,
         recording: Recording,
-        listing: Listing | None = None,
+        listing: RewrittenStep | None = None,
         optimizer_bytes: Sequence[int] = (),
         growing: Growing | None = None,
     ) -> None:

@@ -13,7 +13,7 @@ from rekindle.core.cost.allocator import allocated_bytes
 from rekindle.core.cost.profile import Profile
 from rekindle.core.graph.graph import StepGraph
 from rekindle.core.graph.schedule import Plan
-from rekindle.engines.cudagraph.graph_engine import CudaRecorder, Graphed, Recorder
+from rekindle.engines.cudagraph.graph_engine import CudaGraphEngine, CudaRecorder, Recorder
 from rekindle.engines.program import Program
 from rekindle.errors import RekindleError
 from rekindle.tracing.recording import Recording
@@ -25,7 +25,7 @@ log = logging.getLogger("rekindle")
 
 ENGINES = ("auto", "python", "cudagraph", "inductor")
 
-Engine = Program | Graphed
+Engine = Program | CudaGraphEngine
 
 
 def check_engine(name: str) -> None:
@@ -82,7 +82,7 @@ class EngineMaker:
             # Every call of the optimizer would end a graph, which holds its memory.
             log.info("running without CUDA graphs: parameters are updated as their gradients come")
             return program
-        return Graphed(program, self._recorder, graph, plan, profile)
+        return CudaGraphEngine(program, self._recorder, graph, plan, profile)
 
     def prepare(self, recording: Recording) -> Recording:
         """The step that is planned and run in place of a captured one: compiled, if so asked.

@@ -50,11 +50,11 @@ def plan_auto(graph: StepGraph, profile: Profile, budget_bytes: int) -> Plan:
     return session(graph, profile).plan(budget_bytes)
 
 
-def session(graph: StepGraph, profile: Profile) -> Session:
+def session(graph: StepGraph, profile: Profile) -> AutoPlanner:
     """The session of a step; made once, so that a second budget costs much less than the first."""
-    known: Session | None = graph.__dict__.get("_auto")  # as cached_property does
+    known: AutoPlanner | None = graph.__dict__.get("_auto")  # as cached_property does
     if known is None or known.problem.profile is not profile:
-        known = graph.__dict__["_auto"] = Session(problem_of(graph, profile))
+        known = graph.__dict__["_auto"] = AutoPlanner(problem_of(graph, profile))
     return known
 
 
@@ -77,7 +77,7 @@ class Candidate:
         return self.lowered.recompute_us
 
 
-class Session:
+class AutoPlanner:
     """What `auto` knows of one step whatever the budget: made once, asked for many budgets."""
 
     def __init__(self, problem: Problem) -> None:
@@ -139,9 +139,9 @@ class Session:
         return Chain(self.problem)
 
     @cached_property
-    def greedy(self) -> mutwo.Way:
+    def greedy(self) -> mutwo.DropOrder:
         """What μ-TWO drops one after the other."""
-        return mutwo.Way(self.problem)
+        return mutwo.DropOrder(self.problem)
 
     @cached_property
     def at_any_budget(self) -> list[Candidate]:

@@ -34,7 +34,7 @@ _CLOSE = 1e-3  # stop when the program promises at most this part more than what
 _MOST_WAYS = 6  # by which a cell that no backward op reads leads to activations
 
 
-class Way(NamedTuple):
+class HoldPath(NamedTuple):
     """From a cell to an activation: when that is first read, and what is held until then."""
 
     until: int
@@ -192,16 +192,16 @@ def _holdings(problem: Problem) -> Holdings:
     return Holdings(whole[:, 0], whole[:, 1], whole[:, 2], table[:, 3])
 
 
-def _ways(problem: Problem) -> list[list[Way]]:
+def _ways(problem: Problem) -> list[list[HoldPath]]:
     """The ways from each cell to activations."""
-    ways: list[list[Way]] = [
-        [Way(needs[0], float(problem.bytes[cell]))] if needs else []
+    ways: list[list[HoldPath]] = [
+        [HoldPath(needs[0], float(problem.bytes[cell]))] if needs else []
         for cell, needs in enumerate(problem.needs)
     ]
     for op in sorted(set(problem.writer), reverse=True):
         inner = [cell for cell in problem.reads[op] if not problem.needs[cell]]
         onward = [
-            Way(way.until, min(way.nbytes, problem.bytes[cell]) / max(len(inner), 1))
+            HoldPath(way.until, min(way.nbytes, problem.bytes[cell]) / max(len(inner), 1))
             for cell in problem.writes[op]
             for way in ways[cell]
         ]
@@ -210,12 +210,12 @@ def _ways(problem: Problem) -> list[list[Way]]:
     return ways
 
 
-def _cheapest(ways: list[Way]) -> list[Way]:
+def _cheapest(ways: list[HoldPath]) -> list[HoldPath]:
     """The ways that may be the cheapest; a long list is cut short to one that is below them all."""
-    front: list[Way] = []
+    front: list[HoldPath] = []
     for way in sorted(set(ways)):
         if not front or way.nbytes < front[-1].nbytes:
             front.append(way)
     if len(front) <= _MOST_WAYS:
         return front
-    return [Way(front[0].until, front[-1].nbytes)]
+    return [HoldPath(front[0].until, front[-1].nbytes)]

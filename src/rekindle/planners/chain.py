@@ -11,7 +11,7 @@ import numpy as np
 from rekindle.planners.blocks import Blocks, Segment
 from rekindle.planners.lowering import Choices, choices
 from rekindle.planners.problem import Floats, Ints, Problem
-from rekindle.planners.segment_plans import Shape, lighter, shapes
+from rekindle.planners.segment_plans import SegmentPlan, lighter, shapes
 
 LENGTHS = (1, 2, 3, 4, 6, 12)  # of segments, in blocks
 MOST_CELLS = 500  # of a segment of more than three blocks, on average: the blocks are long then
@@ -29,7 +29,7 @@ class Option:
     peak_bytes: int
     added_us: float
     segment: Segment
-    shape: Shape
+    shape: SegmentPlan
 
 
 class _Kind:
@@ -39,17 +39,17 @@ class _Kind:
         self._segment = segment
 
     @cached_property
-    def shapes(self) -> list[Shape]:
+    def shapes(self) -> list[SegmentPlan]:
         """The usual ones."""
         return shapes(self._segment)
 
     @cached_property
-    def lighter(self) -> list[Shape]:
+    def lighter(self) -> list[SegmentPlan]:
         """Those of lower peaks, for budgets that are hard to meet."""
         return lighter(self._segment, self.shapes)
 
 
-def _option(first: int, last: int, segment: Segment, shape: Shape) -> Option:
+def _option(first: int, last: int, segment: Segment, shape: SegmentPlan) -> Option:
     problem = segment.problem
     return Option(
         first,

@@ -30,7 +30,7 @@ _STEEPEST = 1e4  # µs per byte: a price at which nothing is kept that need not 
 
 
 @dataclass(frozen=True)
-class Shape:
+class SegmentPlan:
     """An option for all segments of one structure, in the segment's own numbers.
 
     `kept_bytes` is what stays for the rest of the step; `again` are the ops that run again, as
@@ -43,7 +43,7 @@ class Shape:
     live: Ints
 
 
-def shapes(segment: Segment) -> list[Shape]:
+def shapes(segment: Segment) -> list[SegmentPlan]:
     """The options of a segment that no other option beats in bytes, peak and time alike."""
     found = [_shape(segment, kept) for kept in _hull(segment)]
     if segment.borders:
@@ -51,12 +51,12 @@ def shapes(segment: Segment) -> list[Shape]:
     return _undominated(segment.problem, found)
 
 
-def lighter(segment: Segment, known: list[Shape]) -> list[Shape]:
+def lighter(segment: Segment, known: list[SegmentPlan]) -> list[SegmentPlan]:
     """Options of lower peaks: what local search makes of the lowest, asked for less and less."""
     exports = set(segment.exports)
     must = [each or cell in exports for cell, each in enumerate(segment.problem.must_keep)]
     problem = replace(segment.problem, must_keep=must)
-    found: list[Shape] = []
+    found: list[SegmentPlan] = []
     by_peak = sorted(known, key=lambda shape: _peak_bytes(problem, shape))
     quickest = sorted(by_peak[_STARTS:], key=lambda shape: len(shape.again))[:1]
     for start in (*by_peak[:_STARTS], *quickest):
@@ -73,7 +73,7 @@ def lighter(segment: Segment, known: list[Shape]) -> list[Shape]:
     return _undominated(problem, found)
 
 
-def _peak_bytes(problem: Problem, shape: Shape) -> int:
+def _peak_bytes(problem: Problem, shape: SegmentPlan) -> int:
     return int((shape.live + problem.base).max(initial=0))
 
 
@@ -106,7 +106,7 @@ def _hull(segment: Segment) -> list[list[int]]:
     return [corner[2] for corner in corners]
 
 
-def _shape(segment: Segment, kept: list[int], hold_from: list[int] | None = None) -> Shape:
+def _shape(segment: Segment, kept: list[int], hold_from: list[int] | None = None) -> SegmentPlan:
     problem = segment.problem
     chosen = choices(problem, [*kept, *segment.exports])
     if hold_from is not None:
@@ -119,7 +119,7 @@ def _shape(segment: Segment, kept: list[int], hold_from: list[int] | None = None
     np.maximum.at(live, lowered.anchor, cells)
     stays = {*kept, *segment.exports}
     stays.update(c for c in range(problem.n_cells) if chosen.keep[c] and problem.needs[c])
-    return Shape(
+    return SegmentPlan(
         chosen,
         sum(problem.bytes[c] for c in stays),
         lowered.ops[lowered.copies > 0],
@@ -143,8 +143,8 @@ def _nested(segment: Segment) -> list[int]:
     ]
 
 
-def _undominated(problem: Problem, found: list[Shape]) -> list[Shape]:
-    kept: list[Shape] = []
+def _undominated(problem: Problem, found: list[SegmentPlan]) -> list[SegmentPlan]:
+    kept: list[SegmentPlan] = []
     times = np.array(problem.times)
     key = {
         id(s): (s.kept_bytes, int(s.live.max(initial=0)), float(times[s.again].sum()))

@@ -18,7 +18,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from rekindle.core.graph.graph import TOGETHER_TARGET, UPDATE_TARGET, Op, StepGraph
-from rekindle.core.graph.schedule import Free, Run, Schedule, resolve
+from rekindle.core.graph.schedule import Free, ResolvedCompute, Schedule, resolve
 from rekindle.engines import rng
 from rekindle.engines.codegen import last_uses
 from rekindle.rewriting import multi_tensor
@@ -28,7 +28,7 @@ from rekindle.tracing.tape import Call, OptimizerCall
 
 
 @dataclass
-class Listing:
+class RewrittenStep:
     """A step as nodes in the order they run, and the nodes whose tensors go after each.
 
     `calls` has the recorded call behind each node, `optimizer_calls` the one it stands for,
@@ -46,7 +46,7 @@ class Listing:
     renamed: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
 
-def as_recorded(recording: Recording) -> Listing:
+def as_recorded(recording: Recording) -> RewrittenStep:
     """The step as it was recorded, each tensor freed after its last use."""
     tape = recording.tape
     in_optimizer = {call.node for call in tape.calls if call.in_optimizer}
@@ -56,7 +56,7 @@ def as_recorded(recording: Recording) -> Listing:
         if node.op == "call_function" and path(node)[0] not in in_optimizer
     ]
     entered = {entry.node for entry in tape.entries}
-    return Listing(
+    return RewrittenStep(
         tape.graph,
         nodes,
         frees=last_uses(nodes, entered.union(recording.outputs)),
@@ -66,7 +66,7 @@ def as_recorded(recording: Recording) -> Listing:
     )
 
 
-def rewrite(recording: Recording, graph: StepGraph, schedule: Schedule) -> Listing:
+def rewrite(recording: Recording, graph: StepGraph, schedule: Schedule) -> RewrittenStep:
     """The step as the schedule runs it; `graph` is the recording's own, lifted."""
     listing = _Rewriter(recording, graph, schedule).run()
     listing.graph.lint()
@@ -78,7 +78,7 @@ class _Rewriter:
         self.recording = recording
         self.graph = graph
         self.schedule = schedule
-        self.listing = Listing(fx.Graph())
+        self.listing = RewrittenStep(fx.Graph())
         self.call_of = {call.node.name: call for call in recording.tape.calls}
         self.value_of = {value.name: value.index for value in graph.values}
         self.node_of: dict[tuple[int, int], fx.Node] = {}  # by value and copy
@@ -88,7 +88,7 @@ class _Rewriter:
         self.is_early = bool(graph.early_updates)
         self.again = {step.op for step in schedule if not isinstance(step, Free) and step.copy}
 
-    def run(self) -> Listing:
+    def run(self) -> RewrittenStep:
         for entry in self.recording.tape.entries:
             node = self.listing.graph.placeholder(entry.node.name)
             self.node_of[self.value_of[entry.node.name], 0] = node
@@ -135,7 +135,7 @@ class _Rewriter:
                 waiting = []
         return before, waiting
 
-    def _compute(self, step: Run) -> None:
+    def _compute(self, step: ResolvedCompute) -> None:
         op = self.graph.ops[step.op]
         call = self.call_of.get(op.name)
         if op.target == UPDATE_TARGET:
@@ -164,7 +164,7 @@ class _Rewriter:
         last = self.listing.nodes[-1]
         self.listing.frees[last] = [part for part in parts.values() if part not in results]
 
-    def _compute_together(self, op: Op, step: Run) -> None:
+    def _compute_together(self, op: Op, step: ResolvedCompute) -> None:
         """One call for several recorded ones, and its results, each for itself."""
         calls = [self.call_of[member] for member in op.members]
         function, argument = multi_tensor.combined(calls[0])
@@ -181,11 +181,11 @@ class _Rewriter:
             self._bind(call.node, part, step)
         self.listing.frees[part] = [node]
 
-    def _results(self, call: Call, step: Run) -> list[fx.Node]:
+    def _results(self, call: Call, step: ResolvedCompute) -> list[fx.Node]:
         values = [self.value_of[result.name] for result in call.results]
         return [self.node_of[value, step.copies[value]] for value in values]
 
-    def _captured(self, call: Call, step: Run) -> fx.Node:
+    def _captured(self, call: Call, step: ResolvedCompute) -> fx.Node:
         if call.is_random and step.op in self.again:
             source = _generator_of(call, self.recording)
             state = self._create(rng.read, (source,), {}, f"{call.node.name}_state")
@@ -194,7 +194,9 @@ class _Rewriter:
         args, kwargs = self._arguments(call.node, step)
         return self._create(*self._in_place(call, step, args, kwargs), call.node.name)
 
-    def _in_place(self, call: Call, step: Run, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+    def _in_place(
+        self, call: Call, step: ResolvedCompute, args: Any, kwargs: Any
+    ) -> tuple[Any, Any, Any]:
         """What to call with what, where the graph has an op write over what it read."""
         target, written = call.node.target, self.graph.ops[step.op].mutates
         if call.writes or not written:
@@ -206,7 +208,7 @@ class _Rewriter:
         out = self.node_of[written[0], step.copies[written[0]]]
         return overwriting, args, {**kwargs, operators.last_argument(overwriting): out}
 
-    def _copy(self, call: Call, step: Run) -> fx.Node:
+    def _copy(self, call: Call, step: ResolvedCompute) -> fx.Node:
         """A call that computes again what the captured one computed, and changes nothing else."""
         op = self.graph.ops[step.op]
         name = f"{call.node.name}_again"
@@ -254,7 +256,7 @@ class _Rewriter:
     def _arguments(
         self,
         node: fx.Node,
-        step: Run,
+        step: ResolvedCompute,
         without: Collection[fx.Node] = (),
         instead: Mapping[fx.Node, fx.Node] = MappingProxyType({}),
     ) -> tuple[Any, Any]:
@@ -267,7 +269,7 @@ class _Rewriter:
 
         return fx.map_arg(node.args, lead), fx.map_arg(node.kwargs, lead)
 
-    def _lead(self, arg: fx.Node, step: Run) -> fx.Node:
+    def _lead(self, arg: fx.Node, step: ResolvedCompute) -> fx.Node:
         """The node that holds what a recorded argument is, at this step of the schedule."""
         value = self.value_of[arg.name]
         return self.node_of[value, step.copies[value]]
@@ -285,7 +287,7 @@ class _Rewriter:
             self._add(parts[result], call)
         return parts[result]
 
-    def _bind(self, result: fx.Node, node: fx.Node, step: Run) -> None:
+    def _bind(self, result: fx.Node, node: fx.Node, step: ResolvedCompute) -> None:
         value = self.value_of[result.name]
         copy = step.copies[value]
         self.node_of[value, copy] = node

@@ -22,7 +22,7 @@ from rekindle.core.graph.schedule import Compute, Schedule
 from rekindle.engines import rng
 from rekindle.errors import RewriteError
 from rekindle.rewriting import multi_tensor
-from rekindle.rewriting.apply_schedule import Listing
+from rekindle.rewriting.apply_schedule import RewrittenStep
 from rekindle.tracing import operators
 from rekindle.tracing.recording import Recording
 from rekindle.tracing.tape import Call, Kind, OptimizerCall
@@ -49,8 +49,8 @@ class _Tensor:
         return self.name, self.memory.mark
 
 
-def check_listing(
-    recording: Recording, graph: StepGraph, listing: Listing, schedule: Schedule
+def check_rewritten(
+    recording: Recording, graph: StepGraph, listing: RewrittenStep, schedule: Schedule
 ) -> None:
     """Raise RewriteError unless a listing computes what the recording does, as scheduled."""
     _check_order(graph, listing, schedule, recording)
@@ -58,7 +58,7 @@ def check_listing(
 
 
 def _check_order(
-    graph: StepGraph, listing: Listing, schedule: Schedule, recording: Recording
+    graph: StepGraph, listing: RewrittenStep, schedule: Schedule, recording: Recording
 ) -> None:
     """The calls stand in the schedule's order, each once; the optimizer's own are not run."""
     run = {call.node.name for call in recording.tape.calls if not call.in_optimizer}
@@ -78,7 +78,7 @@ def _check_order(
 class _Paper:
     """Both steps, run on marks."""
 
-    def __init__(self, recording: Recording, graph: StepGraph, listing: Listing) -> None:
+    def __init__(self, recording: Recording, graph: StepGraph, listing: RewrittenStep) -> None:
         self.recording = recording
         self.graph = graph
         self.listing = listing

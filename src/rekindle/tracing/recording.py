@@ -9,7 +9,7 @@ from torch import fx
 
 from rekindle.tracing import batch_tree
 from rekindle.tracing.module_effects import Effect
-from rekindle.tracing.step_state import Surroundings
+from rekindle.tracing.step_state import StepState
 from rekindle.tracing.tape import Tape
 
 
@@ -28,7 +28,7 @@ class Recording:
     """A captured step."""
 
     tape: Tape
-    around: Surroundings
+    around: StepState
     batch_nodes: list[fx.Node]
     result: batch_tree.Structure
     result_nodes: list[fx.Node]

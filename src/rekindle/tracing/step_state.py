@@ -32,7 +32,7 @@ class Slot:
         return tensor
 
 
-class Surroundings:
+class StepState:
     """The modules, parameters and other tensors around a step."""
 
     def __init__(

@@ -23,7 +23,7 @@ from rekindle.tracing.module_effects import find_effects, note_attributes
 from rekindle.tracing.preconditions import Checks, settings
 from rekindle.tracing.recorder import Recorder
 from rekindle.tracing.recording import GradUse, Recording
-from rekindle.tracing.step_state import Surroundings
+from rekindle.tracing.step_state import StepState
 from rekindle.tracing.tape import Kind, OptimizerCall, run_optimizer
 from rekindle.tracing.undo import Sandbox, remember, replaced
 
@@ -88,7 +88,7 @@ class _Capture:
         self.batch = batch_tree.flatten(batch)
         self.step_line = user_line.definition(train_step)
         self.checks = Checks(self.step_line)
-        self.around = Surroundings(model, optimizer, others)
+        self.around = StepState(model, optimizer, others)
         self.checks.modules(self.around.modules)
         self.attributes = note_attributes(self.around.modules)
         self.params = self.around.params()
@@ -311,7 +311,7 @@ class _Capture:
     def _meet_module(self, module: nn.Module) -> None:
         """A module from outside the model that the step calls: its mode and settings matter."""
         parts = [*module.modules()]
-        if any(Surroundings.has_tensors(part) for part in parts):
+        if any(StepState.has_tensors(part) for part in parts):
             raise _MetModule(module)
         for part in parts:
             self.sandbox.add_module(part)

@@ -93,7 +93,7 @@ class LivingCopy:
     values: set[int] = field(default_factory=set)
 
 
-class Run(NamedTuple):
+class ResolvedCompute(NamedTuple):
     """A Compute with its copies found: for each value it touches, the copy of its storage."""
 
     op: int
@@ -111,7 +111,7 @@ def check(graph: StepGraph, schedule: Iterable[Instruction]) -> None:
         pass
 
 
-def resolve(graph: StepGraph, schedule: Iterable[Instruction]) -> Iterator[Run | Free]:
+def resolve(graph: StepGraph, schedule: Iterable[Instruction]) -> Iterator[ResolvedCompute | Free]:
     """The same instructions, each with the copies it reads and makes; checked on the way."""
     checker = _Checker(graph)
     for instruction in schedule:
@@ -135,7 +135,7 @@ class _Checker:
         self.done: set[tuple[int, int]] = set()
         self.last_random = -1
 
-    def compute(self, index: int, copy: int) -> Run:
+    def compute(self, index: int, copy: int) -> ResolvedCompute:
         op = self._op(index)
         if (op.index, copy) in self.done:
             raise InvalidSchedule(op.name, "runs twice as the same copy")
@@ -176,7 +176,7 @@ class _Checker:
                 seen[storage].values.add(value)
         touched = (*inputs, *op.outputs)
         storages = ((value, self.graph.values[value].storage) for value in touched)
-        return Run(index, copy, {v: seen[s].number for v, s in storages if s in seen})
+        return ResolvedCompute(index, copy, {v: seen[s].number for v, s in storages if s in seen})
 
     def free(self, storage: int, copy: int) -> None:
         if storage in self.entered:

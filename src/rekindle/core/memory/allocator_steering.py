@@ -134,7 +134,7 @@ class Arena:
 
 
 @dataclass(frozen=True)
-class Pieces:
+class Blocks:
     """What a step asks for, in the order in which it does: arrays over requests.
 
     A piece is there from position `start` to `end`, inclusive. Of one position, workspaces come
@@ -152,10 +152,10 @@ class Pieces:
         return least_bytes(self.start, self.end, self.nbytes)
 
 
-class Wishes:
+class PlannedAddresses:
     """Where each piece of a step should lie, in an arena that starts at some address."""
 
-    def __init__(self, pieces: Pieces, offsets: Ints, base: int = 0) -> None:
+    def __init__(self, pieces: Blocks, offsets: Ints, base: int = 0) -> None:
         self._start, self._end = pieces.start, pieces.end
         self._low = offsets + base
         self._high = self._low + pieces.nbytes
@@ -176,7 +176,7 @@ class Steering:
     arena, on paper, or the real one. If it does not do as the book has it, `Mismatch` is raised.
     """
 
-    def __init__(self, book: Arena, allocator: Allocator, wishes: Wishes) -> None:
+    def __init__(self, book: Arena, allocator: Allocator, wishes: PlannedAddresses) -> None:
         self.book = book
         self._allocator = allocator
         self._wishes = wishes

@@ -21,7 +21,7 @@ import numpy as np
 from rekindle.core.graph.dataflow import dataflow
 from rekindle.core.graph.graph import Op, Role, StepGraph
 from rekindle.core.graph.liveness import analyze
-from rekindle.core.graph.schedule import Compute, Free, Instruction, Plan, Run, resolve
+from rekindle.core.graph.schedule import Compute, Free, Instruction, Plan, ResolvedCompute, resolve
 from rekindle.core.memory.packing import Ints, least_bytes, pack
 
 ALIGNMENT = 512
@@ -193,7 +193,7 @@ class _Walk:
         _, chain = np.unique(roots, return_inverse=True)
         return np.array(self._start, np.int64), np.array(self._end, np.int64), nbytes, chain
 
-    def _make(self, run: Run, position: int) -> None:
+    def _make(self, run: ResolvedCompute, position: int) -> None:
         for storage in self._made(run):
             if storage in self.left_out:
                 continue
@@ -204,11 +204,11 @@ class _Walk:
             self._start.append(position)
             self._end.append(-1)
 
-    def _made(self, run: Run) -> list[int]:
+    def _made(self, run: ResolvedCompute) -> list[int]:
         makes = self.flow.copy_makes if run.copy else self.flow.makes
         return [storage for storage in makes[run.op] if not self.stays[storage]]
 
-    def _reuse(self, run: Run, position: int, freed: set[Piece]) -> None:
+    def _reuse(self, run: ResolvedCompute, position: int, freed: set[Piece]) -> None:
         """Let an op write over an input that dies with it, or note why it does not."""
         op = self.graph.ops[run.op]
         made = self._made(run)
@@ -232,7 +232,7 @@ class _Walk:
             return "was there before the step"
         return "is not laid out" if storage in self.left_out else "is needed later"
 
-    def _obstacle(self, op: Op, run: Run, made: list[int]) -> str:
+    def _obstacle(self, op: Op, run: ResolvedCompute, made: list[int]) -> str:
         if run.copy and op.copy_target:
             return "its copy is another operator"
         if len(made) > 1:
@@ -244,9 +244,11 @@ class _Walk:
         return ""
 
 
-def _grouped(steps: Iterator[Run | Free]) -> Iterator[tuple[Run, set[Piece]]]:
+def _grouped(
+    steps: Iterator[ResolvedCompute | Free],
+) -> Iterator[tuple[ResolvedCompute, set[Piece]]]:
     """Each op that runs, with what is freed right after it."""
-    run: Run | None = None
+    run: ResolvedCompute | None = None
     freed: set[Piece] = set()
     for step in steps:
         if isinstance(step, Free):

@@ -10,7 +10,7 @@ from bisect import bisect_left, insort
 
 from rekindle.core.graph.dataflow import dataflow
 from rekindle.core.graph.graph import StepGraph
-from rekindle.core.graph.schedule import Free, Plan, Run, resolve
+from rekindle.core.graph.schedule import Free, Plan, ResolvedCompute, resolve
 from rekindle.core.memory.layout import Layout, Piece, schedule_of
 from rekindle.errors import InvalidLayout
 
@@ -47,7 +47,7 @@ class _Memory:
         self.entered = {value.storage for value in graph.values if value.producer is None}
         self.there: list[tuple[int, int, Piece]] = []  # start, end, sorted
 
-    def run(self, run: Run, dying: set[Piece]) -> None:
+    def run(self, run: ResolvedCompute, dying: set[Piece]) -> None:
         op = self.graph.ops[run.op]
         for storage in self.flow.copy_makes[run.op] if run.copy else self.flow.makes[run.op]:
             if storage in self.entered:
@@ -86,7 +86,7 @@ class _Memory:
             found.append(piece)
         return found
 
-    def _may_overwrite(self, run: Run, piece: Piece, other: Piece) -> bool:
+    def _may_overwrite(self, run: ResolvedCompute, piece: Piece, other: Piece) -> bool:
         op = self.graph.ops[run.op]
         if self.where[piece] != self.where[other] or (run.copy and op.copy_target):
             return False

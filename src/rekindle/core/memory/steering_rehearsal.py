@@ -11,7 +11,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rekindle.core.memory.allocator_steering import APART_BYTES, Arena, Pieces, Steering, Wishes
+from rekindle.core.memory.allocator_steering import (
+    APART_BYTES,
+    Arena,
+    Blocks,
+    PlannedAddresses,
+    Steering,
+)
 from rekindle.core.memory.packing import Ints, pack
 
 PAGE_BYTES = 2 << 20  # an arena is a multiple of this
@@ -29,7 +35,7 @@ class ArenaPlan(NamedTuple):
     arena_bytes: int
 
 
-def plan_arena(pieces: Pieces) -> ArenaPlan:
+def plan_arena(pieces: Blocks) -> ArenaPlan:
     """Find an address for every piece, and the size of the arena, by going through the step.
 
     Two holes that touch are one, and may be taken for something else. So pieces that are asked for
@@ -56,7 +62,7 @@ def plan_arena(pieces: Pieces) -> ArenaPlan:
     return best
 
 
-def _rank_among_equals(pieces: Pieces) -> Ints:
+def _rank_among_equals(pieces: Blocks) -> Ints:
     """How many pieces of the same size are asked for at the same position before each."""
     seen: Counter[tuple[int, int]] = Counter()
     ranks: list[int] = []
@@ -66,20 +72,20 @@ def _rank_among_equals(pieces: Pieces) -> Ints:
     return np.array(ranks, dtype=np.int64)
 
 
-def _arena_bytes(pieces: Pieces, offsets: Ints) -> int:
+def _arena_bytes(pieces: Blocks, offsets: Ints) -> int:
     """The smallest arena tried in which the step stays: each is a little larger than the last."""
     planned_bytes = int((offsets + pieces.nbytes).max(initial=0))
     arenas = (_paged(planned_bytes + planned_bytes * n**2 // 1000) for n in count())
     return next(nbytes for nbytes in arenas if rehearse(pieces, offsets, nbytes) is not None)
 
 
-def rehearse(pieces: Pieces, offsets: Ints, arena_bytes: int) -> int | None:
+def rehearse(pieces: Blocks, offsets: Ints, arena_bytes: int) -> int | None:
     """Go through a step on paper: the most bytes that are handed out at once, plugs apart.
 
     None if it does not stay in the arena.
     """
     arena = Arena({0: arena_bytes})
-    steering = Steering(Arena({0: arena_bytes}), arena, Wishes(pieces, offsets))
+    steering = Steering(Arena({0: arena_bytes}), arena, PlannedAddresses(pieces, offsets))
     made, gone = _by_position(pieces.start), _by_position(pieces.end)
     sizes = pieces.nbytes.tolist()
     where: dict[int, int] = {}

@@ -47,17 +47,17 @@ class Update:
 def combine(graph: StepGraph, kinds: Iterable[Sequence[int]]) -> StepGraph:
     """The same step with ops of each kind done together, where that does not raise its peak.
 
-    `kinds` are as in `do_together`. What a group makes is all there at once, and so is what it
+    `kinds` are as in `batch_small_ops`. What a group makes is all there at once, and so is what it
     reads.
     """
     for names in [{graph.ops[index].name for index in ops} for ops in kinds]:
-        found = do_together(graph, [[op.index for op in graph.ops if op.name in names]])
+        found = batch_small_ops(graph, [[op.index for op in graph.ops if op.name in names]])
         if analyze(found).peak_bytes() <= analyze(graph).peak_bytes():
             graph = found
     return graph
 
 
-def do_together(graph: StepGraph, kinds: Iterable[Sequence[int]]) -> StepGraph:
+def batch_small_ops(graph: StepGraph, kinds: Iterable[Sequence[int]]) -> StepGraph:
     """The same step with ops of one kind in groups, each group one op in place of its last member.
 
     `kinds` are ops, in order, that one operator can do at once. An op joins a group if nobody

@@ -13,7 +13,7 @@ from rekindle.core.cost.profile import Profile
 from rekindle.core.graph.graph import Phase, StepGraph
 from rekindle.core.graph.schedule import Compute, Plan
 from rekindle.core.graph.simulate import main_device
-from rekindle.core.memory.allocator_steering import REST_BYTES, Pieces, rounded
+from rekindle.core.memory.allocator_steering import REST_BYTES, Blocks, rounded
 from rekindle.core.memory.layout import layout, schedule_of
 from rekindle.engines.cudagraph.graph_parts import Part
 from rekindle.engines.program import Program
@@ -25,7 +25,7 @@ _PRODUCTS = frozenset(
 )
 
 
-class Needs:
+class AllocationRequests:
     """The large pieces that the captured nodes of a step ask for: results, and workspaces.
 
     `pieces_of` has those of each node, by their number. After each of `last_before_unknown` comes a
@@ -96,7 +96,7 @@ class Needs:
         """How many pieces there are."""
         return len(self._nbytes)
 
-    def pieces(self, library_bytes: int) -> Pieces:
+    def pieces(self, library_bytes: int) -> Blocks:
         """All pieces, with what a library keeps throughout as the last one; it is there first."""
         has_library = library_bytes > REST_BYTES
         last = [(0, self._n_positions, library_bytes, True)] if has_library else []
@@ -104,7 +104,7 @@ class Needs:
         end = [each + 1 for each in self._end] + [each[1] for each in last]
         nbytes = self._nbytes + [each[2] for each in last]
         is_steered = self._is_steered + [each[3] for each in last]
-        return Pieces(
+        return Blocks(
             np.array(start, dtype=np.int64),
             np.array(end, dtype=np.int64),
             np.array([rounded(each) for each in nbytes], dtype=np.int64),

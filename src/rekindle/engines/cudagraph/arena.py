@@ -23,9 +23,15 @@ from torch import fx
 from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from rekindle.core.memory.allocator_steering import REST_BYTES, Arena, Mismatch, Steering, Wishes
+from rekindle.core.memory.allocator_steering import (
+    REST_BYTES,
+    Arena,
+    Mismatch,
+    PlannedAddresses,
+    Steering,
+)
 from rekindle.core.memory.steering_rehearsal import plan_arena
-from rekindle.engines.cudagraph.allocation_requests import Needs
+from rekindle.engines.cudagraph.allocation_requests import AllocationRequests
 from rekindle.measuring.meters import clear_workspaces
 from rekindle.tracing.operators import tensors
 from rekindle.units import format_bytes
@@ -190,7 +196,7 @@ class CudaPool(CudaMemory):
         return tensor.untyped_storage().data_ptr() if tensor.device == self._device else 0
 
 
-class Steered:
+class SteeredCapture:
     """The functions of a step's nodes, wrapped so that captures are steered.
 
     They call what they wrap and nothing else, unless a capture is under way in a pool that this
@@ -199,12 +205,12 @@ class Steered:
     that there is none, or that it is of no use.
     """
 
-    def __init__(self, needs: Needs) -> None:
+    def __init__(self, needs: AllocationRequests) -> None:
         self.peak_bytes = 0
         self.has_arena = True
         self._needs = needs
         self._home: tuple[int, int] | None = None  # the pool that has the arena
-        self._wishes: Wishes | None = None
+        self._wishes: PlannedAddresses | None = None
         self._library: list[int] = []  # its piece, if there is one
         self._pool: Pool | None = None  # while a capture is under way
         self._steering: Steering | None = None
@@ -295,7 +301,7 @@ class Steered:
         if pool.blocks() != ({base: plan.arena_bytes}, {}):
             log.info("CUDA graphs are captured without steering: the allocator is another one")
             return
-        self._wishes = Wishes(pieces, plan.offsets, base)
+        self._wishes = PlannedAddresses(pieces, plan.offsets, base)
         self._library = list(range(needs.n_pieces, len(plan.offsets)))
         self._home = pool.id
         log.debug("an arena of %s for CUDA graphs", format_bytes(plan.arena_bytes))

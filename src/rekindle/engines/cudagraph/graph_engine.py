@@ -28,8 +28,8 @@ from rekindle.core.cost.profile import Profile
 from rekindle.core.graph.graph import StepGraph
 from rekindle.core.graph.schedule import Plan
 from rekindle.engines import rng
-from rekindle.engines.cudagraph.allocation_requests import Needs
-from rekindle.engines.cudagraph.arena import CudaMemory, CudaPool, Memory, Steered
+from rekindle.engines.cudagraph.allocation_requests import AllocationRequests
+from rekindle.engines.cudagraph.arena import CudaMemory, CudaPool, Memory, SteeredCapture
 from rekindle.engines.cudagraph.graph_parts import Part, split
 from rekindle.engines.cudagraph.rng_twins import Randomness, revive
 from rekindle.engines.cudagraph.static_batch import StaticBatch, like
@@ -63,7 +63,7 @@ class Recorder(Protocol):
         self,
         run: Callable[[], list[Any]],
         generators: list[torch.Generator],
-        steered: Steered | None,
+        steered: SteeredCapture | None,
     ) -> tuple[Graph, list[Any]]:
         """Capture what a function does, which may draw from these generators; and its results.
 
@@ -97,7 +97,7 @@ class CudaRecorder:
         self,
         run: Callable[[], list[Any]],
         generators: list[torch.Generator],
-        steered: Steered | None,
+        steered: SteeredCapture | None,
     ) -> tuple[Graph, list[Any]]:
         graph = torch.cuda.CUDAGraph()
         for generator in generators:
@@ -120,7 +120,7 @@ class CudaRecorder:
         peak, self._peak_bytes = max(self._peak_bytes, self._counted_bytes()), 0
         return peak
 
-    def _pool_for(self, steered: Steered | None) -> CudaPool:
+    def _pool_for(self, steered: SteeredCapture | None) -> CudaPool:
         """The pool that all graphs share, or a new one."""
         self._peak_bytes = max(self._peak_bytes, self._counted_bytes())
         for pool in self._pools.values():
@@ -170,7 +170,7 @@ class _Capture:
     parts: dict[Part, _Captured] = field(default_factory=dict)
 
 
-class Graphed:
+class CudaGraphEngine:
     """A program whose kernels are launched by graphs. Call it as the program.
 
     `reason` says why it does not, if so; `peak_bytes` what the captured step needed, or the step
@@ -259,11 +259,13 @@ class Graphed:
         batch = StaticBatch(recording, listing, self._parts, may_cast=plan is None)
         self._static_batch = batch
         functions = batch.functions(self._random.functions)
-        self._steered: Steered | None = None
+        self._steered: SteeredCapture | None = None
         if graph is not None and not self.reason:
             outside = set(batch.casts.values())
-            needs = Needs(program, self._parts, graph, plan, profile, made_outside=outside)
-            self._steered = Steered(needs)
+            needs = AllocationRequests(
+                program, self._parts, graph, plan, profile, made_outside=outside
+            )
+            self._steered = SteeredCapture(needs)
             functions = self._steered.functions(functions)
         self._functions = {
             part: program.compile(

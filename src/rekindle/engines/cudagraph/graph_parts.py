@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from rekindle.engines import rng
-from rekindle.rewriting.apply_schedule import Listing
+from rekindle.rewriting.apply_schedule import RewrittenStep
 from rekindle.tracing.recording import Recording
 
 _HOST_CALLS = (rng.get_state, rng.set_state)  # of a step that saves random state itself
@@ -32,7 +32,7 @@ class Part:
 
 
 def split(
-    recording: Recording, listing: Listing, *, device_type: str, with_optimizer: bool
+    recording: Recording, listing: RewrittenStep, *, device_type: str, with_optimizer: bool
 ) -> list[Part]:
     """The parts of a step in order, for graphs that hold the work of one type of device.
 
@@ -66,7 +66,7 @@ def split(
 
 
 def _kinds(
-    recording: Recording, listing: Listing, device_type: str, with_optimizer: bool
+    recording: Recording, listing: RewrittenStep, device_type: str, with_optimizer: bool
 ) -> dict[fx.Node, bool]:
     """For each node: whether a graph may hold it."""
     kinds: dict[fx.Node, bool] = {}
@@ -80,7 +80,9 @@ def _kinds(
     return kinds
 
 
-def _is_on_device(recording: Recording, listing: Listing, node: fx.Node, device_type: str) -> bool:
+def _is_on_device(
+    recording: Recording, listing: RewrittenStep, node: fx.Node, device_type: str
+) -> bool:
     call, tape = listing.calls[node], recording.tape
     if call.node.target in _HOST_CALLS:
         return False

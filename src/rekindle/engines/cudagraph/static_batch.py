@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from rekindle.engines.cudagraph.graph_parts import Part
-from rekindle.rewriting.apply_schedule import Listing
+from rekindle.rewriting.apply_schedule import RewrittenStep
 from rekindle.tracing.recording import Recording
 
 _CAST = torch.ops.aten._to_copy.default
@@ -24,7 +24,7 @@ class StaticBatch:
     """
 
     def __init__(
-        self, recording: Recording, listing: Listing, parts: list[Part], *, may_cast: bool
+        self, recording: Recording, listing: RewrittenStep, parts: list[Part], *, may_cast: bool
     ) -> None:
         self.casts: dict[int, fx.Node] = {}
         self._read: list[int] = []

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable
 from torch import fx
 
 from rekindle.core.rewrite.grouping import in_order, needed_by
-from rekindle.engines.inductor.call_index import Units
+from rekindle.engines.inductor.call_index import CallIndex
 from rekindle.engines.inductor.fusibility import is_simple
 from rekindle.tracing.tape import Call
 
@@ -22,14 +22,14 @@ _SMALL = 1 / 16  # of a value's bytes: what is no more can be kept beside it
 _SLACK = 1.02  # what is computed again may take so many of its own bytes to read
 
 
-class Again:
+class AlwaysRecomputed:
     """What is computed again, and from what: `leaves`.
 
     `late` has what is made anew beside a call, by the call's node. Those that read it wait for that
     call: `order` has all calls so, and `needs` what each of them has to follow.
     """
 
-    def __init__(self, units: Units, ends: Collection[fx.Node]) -> None:
+    def __init__(self, units: CallIndex, ends: Collection[fx.Node]) -> None:
         """`ends` are the roots that must be there when the calls have been made."""
         self._units = units
         self.leaves: dict[fx.Node, list[fx.Node]] = {}

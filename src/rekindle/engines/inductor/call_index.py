@@ -19,7 +19,7 @@ from rekindle.tracing.tape import Call, OptimizerCall, Tape
 aten = torch.ops.aten
 
 
-class Units:
+class CallIndex:
     """What is called before the optimizer is: `calls` without views, and `tail`, the rest.
 
     `fusible` are the nodes of calls that groups are made of; `read_by_others` is what all other

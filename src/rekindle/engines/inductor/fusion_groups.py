@@ -23,8 +23,8 @@ from torch._ops import OpOverload
 
 from rekindle.core.rewrite.grouping import Groups
 from rekindle.engines.inductor import decompositions
-from rekindle.engines.inductor.always_recompute import Again
-from rekindle.engines.inductor.call_index import Units
+from rekindle.engines.inductor.always_recompute import AlwaysRecomputed
+from rekindle.engines.inductor.call_index import CallIndex
 from rekindle.engines.inductor.fusibility import is_simple
 from rekindle.engines.inductor.group_compiler import Fusing
 from rekindle.engines.inductor.output_aliasing import Path
@@ -73,12 +73,12 @@ class _Fuse:
         self.tape = recording.tape
         self.fusing = fusing
         self.build = Builder(recording)
-        self.units = Units(self.tape, self.build.calls())
+        self.units = CallIndex(self.tape, self.build.calls())
         ends = [*recording.outputs]
         for call in self.units.tail:
             ends += call.node.all_input_nodes if isinstance(call, Call) else call.grads
         self.ends = {self.units.root(node) for node in ends}
-        self.again = Again(self.units, self.ends)
+        self.again = AlwaysRecomputed(self.units, self.ends)
         self.calls = self.again.order
         self.params = {entry.node for entry in self.tape.entries if entry.kind is Kind.PARAM}
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rekindle.engines.inductor.call_index import Units
+from rekindle.engines.inductor.call_index import CallIndex
 from rekindle.engines.inductor.fusibility import is_simple
 from rekindle.engines.inductor.strides import contiguous_stride
 
@@ -29,7 +29,9 @@ class Path:
     `is_inside` tells what the group computes; all else it is given.
     """
 
-    def __init__(self, units: Units, root: fx.Node, is_inside: Callable[[fx.Node], bool]) -> None:
+    def __init__(
+        self, units: CallIndex, root: fx.Node, is_inside: Callable[[fx.Node], bool]
+    ) -> None:
         self._units = units
         self._root = root
         self._is_inside = is_inside

@@ -32,7 +32,7 @@ def plan_mutwo(graph: StepGraph, profile: Profile, budget_bytes: int) -> Plan:
     where no number of drops fits, the error carries the least peak on the way.
     """
     problem = problem_of(graph, profile)
-    way = Way(problem)
+    way = DropOrder(problem)
     chosen = way.first_within(budget_bytes)
     if chosen is None:
         least = way.least_peak_bytes()
@@ -40,7 +40,7 @@ def plan_mutwo(graph: StepGraph, profile: Profile, budget_bytes: int) -> Plan:
     return finish(problem, chosen, planner="mutwo", budget_bytes=budget_bytes)
 
 
-class Way:
+class DropOrder:
     """The greedy's way: what it drops one after the other, which does not depend on the budget."""
 
     def __init__(self, problem: Problem) -> None:
