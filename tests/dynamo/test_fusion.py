@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rekindle import dynamo
 from rekindle.core.graph.graph import Phase
-from rekindle.dynamo import post_grad_passes, private
+from rekindle.dynamo import aot, post_grad_passes
 from rekindle.errors import InfeasibleBudget
 
 aten = torch.ops.aten
@@ -172,12 +172,12 @@ def test_large_buffers_are_not_held_for_others(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(AllocateLine, "should_reuse_buffer", decide)
     line, near, far = (SimpleNamespace(scheduler_node_index=index) for index in (9, 8, 3))
-    with private._holding_little():
+    with aot._holding_little():
         reuses: Any = AllocateLine.should_reuse_buffer
         assert [reuses(line, freed, 1 << 30) for freed in (near, far)] == [True, False]
         assert reuses(line, far, 1 << 10)
     assert AllocateLine.should_reuse_buffer is decide
-    with pytest.raises(ZeroDivisionError), private._holding_little():
+    with pytest.raises(ZeroDivisionError), aot._holding_little():
         _ = 1 // 0
     assert AllocateLine.should_reuse_buffer is decide
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rekindle.dynamo.private import CHECKED_ON
+from rekindle.dynamo.aot import CHECKED_ON
 
 PROGRAM = Path(__file__).with_name("gpu_code.py")
 

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from rekindle import dynamo
 from rekindle.core.graph.graph import FUSED_PREFIX, Phase
 from rekindle.core.graph.schedule import Compute
-from rekindle.dynamo import private
+from rekindle.dynamo import aot
 from rekindle.dynamo.session import Partitioner
 
 
@@ -131,7 +131,7 @@ def test_channels_are_last_where_libraries_turn_them_anyway(
     x, weight = graph.placeholder("x"), graph.placeholder("weight")
     with FakeTensorMode():
         x.meta["val"] = torch.empty(8, 4, 16, 16, device=device, dtype=dtype)
-    assert not private.wants_channels_last(graph)
+    assert not aot.wants_channels_last(graph)
     args = (x, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], groups)
     graph.output(graph.call_function(torch.ops.aten.convolution.default, args))
-    assert private.wants_channels_last(graph) == expected
+    assert aot.wants_channels_last(graph) == expected

@@ -35,7 +35,7 @@ from torch.utils import _pytree as pytree
 
 import rekindle
 from rekindle import models
-from rekindle.dynamo import private, session
+from rekindle.dynamo import aot, session
 from rekindle.dynamo.budget_shares import resident_bytes
 
 aten = torch.ops.aten
@@ -198,7 +198,7 @@ class Writer:
         self.strides: list[Any] = []
         self.n_outputs = 0
         GraphLowering._compile_to_module_lines = self._note  # type: ignore[assignment, method-assign]
-        private.compile_fx_inner = self._compile  # type: ignore[assignment]
+        aot.compile_fx_inner = self._compile  # type: ignore[assignment]
         partition = session.Session.partition
 
         def moved(this: Any, module: fx.GraphModule, inputs: Any, key: Any, n: int, st: Any) -> Any:

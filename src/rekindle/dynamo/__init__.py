@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from rekindle.dynamo import private
+from rekindle.dynamo import aot
 from rekindle.dynamo.session import LOWERS, PlannedGraph, Session
 
 __all__ = ["LOWERS", "CompiledModel", "PlannedGraph", "Session", "backend", "compile"]
@@ -19,7 +19,7 @@ __all__ = ["LOWERS", "CompiledModel", "PlannedGraph", "Session", "backend", "com
 _OWN = ("budget", "planner", "lower")
 
 
-class CompiledModel(private.OptimizedModule):
+class CompiledModel(aot.OptimizedModule):
     """A model as `torch.compile` returns it, with its plans.
 
     Parameters, state dicts, `train()` and `eval()` are the model's own.
@@ -57,8 +57,8 @@ class CompiledModel(private.OptimizedModule):
     def _use(self, session: Session) -> None:
         """Have the model compiled by a session, from the next call on."""
         found = torch.compile(self._orig_mod, backend=session, **self.how)
-        assert isinstance(found, private.OptimizedModule)
-        private.adopt(self, found)
+        assert isinstance(found, aot.OptimizedModule)
+        aot.adopt(self, found)
         self.session = session
         self._show_signature()
 
@@ -106,7 +106,7 @@ def compile(
     session = Session(budget, planner, lower, dict(options or {}), model, optimizer)
     how: dict[str, Any] = {"dynamic": dynamic, "fullgraph": fullgraph}
     found = torch.compile(model, backend=session, **how)
-    assert isinstance(found, private.OptimizedModule)
+    assert isinstance(found, aot.OptimizedModule)
     found.__class__ = CompiledModel
     assert isinstance(found, CompiledModel)
     found.session, found.how = session, how
@@ -138,6 +138,6 @@ def backend(
     if known is None:
         own = {name: options[name] for name in _OWN if name in options}
         others = {name: value for name, value in options.items() if name not in _OWN}
-        session = Session(**own, options={**private.mode_options(mode), **others})
+        session = Session(**own, options={**aot.mode_options(mode), **others})
         known = _sessions[id(options)] = options, session  # holds the options: ids are not reused
     return known[1](module, inputs)

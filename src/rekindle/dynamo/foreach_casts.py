@@ -15,7 +15,7 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
-from rekindle.dynamo import private
+from rekindle.dynamo import aot
 from rekindle.dynamo.fusion import Kind, kind_of
 from rekindle.dynamo.joint_graph import nbytes_of
 
@@ -87,7 +87,7 @@ def _replace(graph: fx.Graph, casts: list[fx.Node], before: fx.Node) -> None:
         made[-1].meta = {"val": node.meta["val"]}
     inner.output(tuple(made))
     with graph.inserting_before(before):
-        call = private.call_on_each(graph, inner, read)
+        call = aot.call_on_each(graph, inner, read)
         call.meta = {"val": tuple(node.meta["val"] for node in casts)}
         for index, node in enumerate(casts):
             item = graph.call_function(operator.getitem, (call, index))

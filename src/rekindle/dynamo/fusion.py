@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 
-from rekindle.dynamo import private
+from rekindle.dynamo import aot
+from rekindle.torch_internals import OpOverload
 from rekindle.tracing import operators
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -58,7 +58,7 @@ _SAME_MEMORY = {"_unsafe_view", "reshape", "view_of", "alias", "detach", "lift_f
 def kind_of(node: fx.Node, *, fuses: bool) -> Kind:
     """How a node runs; where nothing is fused, all that computes is opaque."""
     target = node.target
-    if node.op != "call_function" or private.is_sym(node):
+    if node.op != "call_function" or aot.is_sym(node):
         return Kind.NUMBER
     if target is operator.getitem:
         parent = node.args[0]
@@ -102,7 +102,7 @@ def never_again(node: fx.Node) -> str | None:
             return "process_group"
         if _is_turned(node):
             return "layout"
-    is_plain = isinstance(target, OpOverload) or target is operator.getitem or private.is_sym(node)
+    is_plain = isinstance(target, OpOverload) or target is operator.getitem or aot.is_sym(node)
     return None if is_plain and not node.is_impure(impure_random=False) else "side_effects"
 
 

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
 from rekindle.core.graph.graph import (
@@ -32,7 +31,7 @@ from rekindle.core.graph.graph import (
     Value,
 )
 from rekindle.core.graph.roles import assign_roles
-from rekindle.dynamo import private
+from rekindle.dynamo import aot
 from rekindle.dynamo.fusion import (
     CASTS,
     Kind,
@@ -43,6 +42,7 @@ from rekindle.dynamo.fusion import (
     without_statistics,
 )
 from rekindle.dynamo.unused_tangents import ungiven
+from rekindle.torch_internals import OpOverload
 from rekindle.tracing import operators
 
 TANGENTS = "rekindle.tangents"
@@ -102,7 +102,7 @@ def lift(
 def outputs_of(graph: fx.Graph) -> list[fx.Node | None]:
     """What a graph returns, in order."""
     (output,) = graph.find_nodes(op="output")
-    return [each if isinstance(each, fx.Node) else None for each in private.leaves(output.args)]
+    return [each if isinstance(each, fx.Node) else None for each in aot.leaves(output.args)]
 
 
 def nbytes_of(node: fx.Node) -> int:
@@ -112,7 +112,7 @@ def nbytes_of(node: fx.Node) -> int:
         return 0
     count = 1
     for size in val.shape:
-        count *= private.hint(size)
+        count *= aot.hint(size)
     return count * val.dtype.itemsize
 
 
@@ -134,7 +134,7 @@ class _Lift:
         outputs = outputs_of(module.graph)
         self.results = [node for node in outputs[:n_outputs] if node is not None]
         self.gradients = outputs[n_outputs:]
-        self.late = self._after(filter(private.is_backward_input, self.all))
+        self.late = self._after(filter(aot.is_backward_input, self.all))
         self.forward = self._forward()
         self.made: set[fx.Node] = set()
         self.roots: dict[fx.Node, tuple[fx.Node, ...]] = {}
@@ -183,8 +183,8 @@ class _Lift:
         """What the forward pass computes, and what is there before it."""
         needed = {node for node in self.results if node not in self.late}
         for node in self.all:
-            runs_once = never_again(node) and not private.is_tagged_backward(node)
-            writes = self.kinds[node] is Kind.WRITE and private.must_be_in_forward(node)
+            runs_once = never_again(node) and not aot.is_tagged_backward(node)
+            writes = self.kinds[node] is Kind.WRITE and aot.must_be_in_forward(node)
             if (runs_once or writes) and node not in self.late:
                 needed.add(node)
         for node in reversed(self.all):
@@ -193,7 +193,7 @@ class _Lift:
         there = ("placeholder", "get_attr")
         for node in self.all:
             is_item = node.target is operator.getitem and node.args[0] in needed
-            if is_item or (node not in self.late and (node.op in there or private.is_sym(node))):
+            if is_item or (node not in self.late and (node.op in there or aot.is_sym(node))):
                 needed.add(node)
         return needed
 
@@ -209,7 +209,7 @@ class _Lift:
             if node.op in ("placeholder", "get_attr"):
                 self.roots[node] = (node,) if isinstance(self._val(node), torch.Tensor) else ()
                 continue
-            if node in self.forward and private.is_sym(node):
+            if node in self.forward and aot.is_sym(node):
                 self.roots[node] = ()
                 continue
             if kind is Kind.WRITE:
@@ -274,7 +274,7 @@ class _Lift:
     def _add_value(self, node: fx.Node, producer: int | None, role: Role | None = None) -> int:
         val = self._val(node)
         assert isinstance(val, torch.Tensor)
-        shape = tuple(private.hint(size) for size in val.shape)
+        shape = tuple(aot.hint(size) for size in val.shape)
         dtype = str(val.dtype).removeprefix("torch.")
         index = self.value_of[node] = len(self.values)
         self.values.append(Value(index, node.name, len(self.storages), shape, dtype, producer))
@@ -287,7 +287,7 @@ class _Lift:
     def _enter(self) -> None:
         """What is there before the step: parameters, buffers, the batch, constants."""
         inputs = [node for node in self.all if node.op == "placeholder"]
-        inputs = [node for node in inputs if not private.is_backward_input(node)]
+        inputs = [node for node in inputs if not aot.is_backward_input(node)]
         for position, node in enumerate(inputs):
             gradient = self.gradients[position] if position < len(self.gradients) else None
             if isinstance(self._val(node), torch.Tensor):
@@ -300,7 +300,7 @@ class _Lift:
                 self._add_value(node, None, Role.BUFFER)
 
     def _start_backward(self) -> tuple[int, ...]:
-        tangents = [node for node in self.all if private.is_backward_input(node)]
+        tangents = [node for node in self.all if aot.is_backward_input(node)]
         tangents = [node for node in tangents if isinstance(self._val(node), torch.Tensor)]
         self.sizes |= dict.fromkeys(ungiven(self.module.graph), 0)
         index = len(self.ops)
@@ -436,9 +436,9 @@ def _flops(node: fx.Node) -> int:
 
     def plain(val: Any) -> Any:
         if isinstance(val, torch.Tensor):
-            shape = [private.hint(size) for size in val.shape]
+            shape = [aot.hint(size) for size in val.shape]
             return torch.empty(shape, dtype=val.dtype, device="meta")
-        return private.hint(val) if isinstance(val, torch.SymInt) else val
+        return aot.hint(val) if isinstance(val, torch.SymInt) else val
 
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: plain(n.meta["val"]))
     val = node.meta["val"]

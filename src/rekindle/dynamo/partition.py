@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
-from torch._ops import OpOverload
 
 from rekindle.core.graph.graph import Phase
 from rekindle.core.graph.schedule import Plan, ResolvedCompute, resolve
-from rekindle.dynamo import private
+from rekindle.dynamo import aot
 from rekindle.dynamo.fusion import Kind, is_reduction, kind_of, never_again, without_statistics
 from rekindle.dynamo.joint_graph import Joint, nbytes_of, outputs_of
+from rekindle.torch_internals import OpOverload
 
 _NORMALISED = (0, 1, 2)  # the results of a batch norm that are not its new statistics
 
@@ -71,19 +71,19 @@ class _Writer:
         module = joint.module
         module.graph = self.graph
         saved = list(self.saved)
-        tensors = [node for node in saved if not private.is_sym(node)]
-        syms = [node for node in saved if private.is_sym(node)]
-        forward, backward = private.cut(module, tensors, syms, joint.n_outputs)
+        tensors = [node for node in saved if not aot.is_sym(node)]
+        syms = [node for node in saved if aot.is_sym(node)]
+        forward, backward = aot.cut(module, tensors, syms, joint.n_outputs)
         names = {node.name for node in backward.graph.find_nodes(op="placeholder")}
         made = [node for node in saved if node.op == "call_function" and node.name in names]
-        kept = {node.name: nbytes_of(node) for node in made if not private.is_sym(node)}
+        kept = {node.name: nbytes_of(node) for node in made if not aot.is_sym(node)}
         return Split(forward, backward, kept)
 
     def _first(self, node: fx.Node) -> fx.Node:
         """A node of the forward pass in the new graph."""
         made = self.graph.node_copy(node, self.first.__getitem__)
-        if never_again(node) or private.must_be_in_forward(node):
-            private.stay_in_forward(made)
+        if never_again(node) or aot.must_be_in_forward(node):
+            aot.stay_in_forward(made)
         return made
 
     def _run(self, run: ResolvedCompute) -> None:
@@ -97,10 +97,10 @@ class _Writer:
             read = [each for each in read if each in simpler[1]]
         found = {each: self._find(each, run) for each in read}
         made = self.again[node, run.copy] = self._copied(node, found, simpler)
-        if not run.copy and (never_again(node) or private.must_be_in_backward(node)):
-            private.stay_in_backward(made)
-        if not run.copy and nbytes_of(node) >= private.LARGE_BYTES and _is_shared(node):
-            private.write_to_memory(made)
+        if not run.copy and (never_again(node) or aot.must_be_in_backward(node)):
+            aot.stay_in_backward(made)
+        if not run.copy and nbytes_of(node) >= aot.LARGE_BYTES and _is_shared(node):
+            aot.write_to_memory(made)
         for value in self.joint.step.ops[run.op].outputs:
             result = self.joint.nodes[value]
             assert result is not None
@@ -142,7 +142,7 @@ class _Writer:
             return self.again.get((node, copy)) or self._saved(node)
         if (node, 0) in self.again:  # changed in the backward pass
             return self.again[node, 0]
-        is_there = node.op in ("placeholder", "get_attr") or private.is_sym(node)
+        is_there = node.op in ("placeholder", "get_attr") or aot.is_sym(node)
         if (is_there or never_again(node)) and node in self.first:
             return self._saved(node)
         found = tuple(self._find(each, run) for each in node.all_input_nodes)
@@ -154,7 +154,7 @@ class _Writer:
     def _saved(self, node: fx.Node) -> fx.Node:
         """Something of before the backward pass, which is saved for it."""
         found = self.first[node]
-        if found.op != "get_attr" and not private.is_backward_input(found):
+        if found.op != "get_attr" and not aot.is_backward_input(found):
             self.saved.setdefault(found)
         return found
 
@@ -194,7 +194,7 @@ class _Writer:
             node if node is None else self.first[node] if i < n_outputs else self._find(node, None)
             for i, node in enumerate(ends)
         ]
-        others = private.leaves(output.args)
+        others = aot.leaves(output.args)
         results = [
             other if node is None else node for node, other in zip(found, others, strict=True)
         ]

@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from rekindle.dynamo import private
+from rekindle.dynamo import aot
 from rekindle.dynamo.foreach_casts import cast_together
 from rekindle.dynamo.fusion import Kind, after, kind_of
 from rekindle.dynamo.joint_graph import nbytes_of
@@ -30,7 +30,7 @@ _MUCH_BYTES = 64 << 20
 _MANY = 8192  # elements in a row
 
 
-class Tidy(private.CustomGraphPass):
+class Tidy(aot.CustomGraphPass):
     """Saves memory and starts of kernels where Inductor does not."""
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -80,7 +80,7 @@ def _write_rows(graph: fx.Graph) -> None:
     for node in graph.nodes:
         is_computed = bool(node.all_input_nodes) and kind_of(node, fuses=True) is Kind.SIMPLE
         if is_computed and any(_is_much(user, node) for user in _readers(node)):
-            private.write_to_memory(node)
+            aot.write_to_memory(node)
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
@@ -97,7 +97,7 @@ def _is_much(node: fx.Node, row: fx.Node) -> bool:
     val, of = node.meta.get("val"), row.meta.get("val")
     if not many or not isinstance(val, torch.Tensor) or not isinstance(of, torch.Tensor):
         return False
-    numbers = (private.hint(each.numel()) for each in (val, of))
+    numbers = (aot.hint(each.numel()) for each in (val, of))
     return of.dim() > 0 and next(numbers) >= _MANY * next(numbers)
 
 

@@ -18,7 +18,7 @@ from rekindle.core.cost.profile import Profile
 from rekindle.core.graph.graph import Phase, StepGraph
 from rekindle.core.graph.schedule import Plan
 from rekindle.core.graph.simulate import Trace, simulate
-from rekindle.dynamo import pages, private
+from rekindle.dynamo import aot, pages
 from rekindle.dynamo.attention_masks import simplify_masks
 from rekindle.dynamo.budget_shares import (
     Static,
@@ -203,13 +203,13 @@ class Session:
 
         Whatever a backend raises while Dynamo compiles, Dynamo wraps; so it is raised later.
         """
-        partitioner = Partitioner(self, private.identity(module))
+        partitioner = Partitioner(self, aot.identity(module))
         simplify_masks(module)
         try:
             if self.lower == "eager":
-                found = private.compile_eagerly(module, inputs, partitioner, compile_backward)
+                found = aot.compile_eagerly(module, inputs, partitioner, compile_backward)
             else:
-                found = private.compile_with_inductor(
+                found = aot.compile_with_inductor(
                     module, inputs, partitioner, Tidy(), compile_backward, self.options
                 )
         except RekindleError as error:
@@ -223,16 +223,16 @@ class Session:
         key: Key,
         n_outputs: int,
         static: Sequence[int],
-    ) -> private.Modules:
+    ) -> aot.Modules:
         """Plan a joint graph and cut it in two."""
         start = time.perf_counter()
-        if any(map(private.is_unsupported, module.graph.nodes)):
+        if any(map(aot.is_unsupported, module.graph.nodes)):
             log.warning("a graph that hands random state around is left to torch: no budget holds")
-            return private.torch_partition(
+            return aot.torch_partition(
                 module, inputs, num_fwd_outputs=n_outputs, static_lifetime_input_indices=static
             )
         drop_unread_statistics(module.graph)
-        private.without_repeats(module)
+        aot.without_repeats(module)
         if self.lower == "inductor":
             align(module.graph)
         joint, planned = self._planned(module, n_outputs, static, key)
@@ -340,7 +340,7 @@ class Session:
         pages.write(Path(path), self.plans)
 
 
-class Partitioner(private.CustomPartitionerFn):
+class Partitioner(aot.CustomPartitionerFn):
     """Cuts the joint graphs of one graph that Dynamo captured."""
 
     def __init__(self, session: Session, key: Key) -> None:
@@ -351,7 +351,7 @@ class Partitioner(private.CustomPartitionerFn):
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
-    ) -> private.Modules:
+    ) -> aot.Modules:
         """The forward and the backward module of a joint graph."""
         self.has_ungiven = bool(ungiven(gm.graph))
         static = kwargs.get("static_lifetime_input_indices") or ()
@@ -382,7 +382,7 @@ def _without_zeros(compiled: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(compiled)
     def run(*args: Any) -> Any:
         outputs = compiled(*args)
-        private.leave_away_zeros(outputs)
+        aot.leave_away_zeros(outputs)
         return outputs
 
     return run

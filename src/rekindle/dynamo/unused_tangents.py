@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rekindle.dynamo import private
+from rekindle.dynamo import aot
 from rekindle.dynamo.fusion import CASTS, Kind, kind_of
 
 aten = torch.ops.aten
@@ -26,7 +26,7 @@ def ungiven(graph: fx.Graph) -> list[fx.Node]:
     There has to be a loss beside them, that is a number, and all they do is to be added to what
     comes from it.
     """
-    tangents = [node for node in graph.nodes if private.is_backward_input(node)]
+    tangents = [node for node in graph.nodes if aot.is_backward_input(node)]
     losses = [node for node in tangents if _shape(node) == ()]
     found = [node for node in tangents if node not in losses and _sums(node)]
     others = [node for node in tangents if node not in found]
@@ -52,7 +52,7 @@ def without(module: fx.GraphModule, names: set[str]) -> fx.GraphModule:
 
 
 def compile_backward(
-    module: fx.GraphModule, inputs: Sequence[Any], compile: private.Compile
+    module: fx.GraphModule, inputs: Sequence[Any], compile: aot.Compile
 ) -> Callable[[list[Any]], Any]:
     """Compile a backward graph without what is not given."""
     is_whole = not ungiven(module.graph)
@@ -65,14 +65,12 @@ class Backward:
     The form that is expected to be needed is compiled at once.
     """
 
-    def __init__(
-        self, module: fx.GraphModule, inputs: Sequence[Any], compile: private.Compile
-    ) -> None:
+    def __init__(self, module: fx.GraphModule, inputs: Sequence[Any], compile: aot.Compile) -> None:
         self._boxed_call = True  # takes its arguments as a list, and empties it
         self._module, self._inputs = module, list(inputs)
-        self._compile = private.in_this_context(compile)
+        self._compile = aot.in_this_context(compile)
         self._names = [node.name for node in module.graph.find_nodes(op="placeholder")]
-        tangents = dict.fromkeys(filter(private.is_backward_input, module.graph.nodes))
+        tangents = dict.fromkeys(filter(aot.is_backward_input, module.graph.nodes))
         expected = {node.name for node in ungiven(module.graph)}
         self._expected = {i for i, name in enumerate(self._names) if name in expected}
         vals = {node.name: node.meta["val"] for node in tangents if node.name not in expected}

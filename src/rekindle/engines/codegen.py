@@ -15,8 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import fx
+
+from rekindle.torch_internals import OpOverload, set_grad_enabled
 
 _serial = itertools.count()
 
@@ -55,7 +56,7 @@ class Code:
         for node in nodes:
             if grad_enabled.get(node, is_enabled) != is_enabled:
                 is_enabled = not is_enabled
-                self.lines.append(f"{self._name(torch._C._set_grad_enabled)}({is_enabled})")
+                self.lines.append(f"{self._name(set_grad_enabled)}({is_enabled})")
             call = self._call(node, functions.get(node, node.target))
             freed = frees.get(node, ())
             dead = [other.name for other in freed if other is not node]
@@ -91,7 +92,7 @@ class Code:
 
         No local is called so: operators have their namespace in front, all else ends in "__".
         """
-        if isinstance(value, torch._ops.OpOverload):
+        if isinstance(value, OpOverload):
             stem, end, value = re.sub(r"\W", "_", str(value)), "", value._op
         else:
             label = re.sub(r"\W", "_", getattr(value, "__name__", str(value)))

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 
 import torch
 
+from rekindle.torch_internals import memory_snapshot, set_allocator_settings
+
 _ROOM = 1.25  # of a step's peak: with so much, holes have not mattered
 _HELD = 4  # a cache is large if it holds one part in so many of what there is
 _KIND = "expandable_segments"
@@ -50,7 +52,7 @@ class Growing:
 
     def _tell(self, *, grow: bool) -> None:
         settings = ",".join((*self._kept, f"{_KIND}:{grow}"))
-        torch._C._accelerator_setAllocatorSettings(settings)
+        set_allocator_settings(settings)
         self.is_on = grow
 
 
@@ -63,7 +65,7 @@ def growing_for(peak_bytes: int, device: torch.device) -> Growing | None:
         return None
     if available_bytes(device) >= _ROOM * peak_bytes:
         return None
-    settings = torch.cuda.memory._snapshot()["allocator_settings"]
+    settings = memory_snapshot()["allocator_settings"]
     if settings.get(_KIND):
         return None
     return Growing(settings.get("PYTORCH_CUDA_ALLOC_CONF", ""))

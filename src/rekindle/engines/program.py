@@ -25,13 +25,17 @@ from rekindle.engines.codegen import Code
 from rekindle.engines.defer_sigint import uninterrupted
 from rekindle.engines.expandable_segments import Growing
 from rekindle.rewriting.apply_schedule import RewrittenStep, as_recorded
+from rekindle.torch_internals import (
+    AutoDispatchBelowAutograd,
+    ForceDispatchKeyGuard,
+    excluded_dispatch_keys,
+    included_dispatch_keys,
+    set_grad_enabled,
+)
 from rekindle.tracing.recording import Recording
 from rekindle.tracing.tape import Kind
 
 # The user's optimizer runs with autograd and autocast as they were when the step was called.
-_included_keys = torch._C._dispatch_tls_local_include_set
-_excluded_keys = torch._C._dispatch_tls_local_exclude_set
-_ForceDispatchKeyGuard = torch._C._ForceDispatchKeyGuard
 
 
 class Program:
@@ -87,14 +91,14 @@ class Program:
         try:
             with ExitStack() as stack:
                 self._stack, self._has_begun = stack, False
-                self._user_keys = _included_keys(), _excluded_keys()
+                self._user_keys = included_dispatch_keys(), excluded_dispatch_keys()
                 stack.enter_context(torch.enable_grad())  # the code switches it as it goes
                 for kind in self._device_types:  # casts are part of the graph already
                     stack.enter_context(torch.autocast(kind, enabled=False))
-                stack.enter_context(torch._C._AutoDispatchBelowAutograd())
+                stack.enter_context(AutoDispatchBelowAutograd())
                 yield
         finally:
-            torch._C._set_grad_enabled(was_enabled)  # first, and at once: interrupts may come
+            set_grad_enabled(was_enabled)  # first, and at once: interrupts may come
             self._state = []
             self._stack = ExitStack()
             self._new_state = []
@@ -174,7 +178,7 @@ class Program:
                 for pool in self._new_state:
                     stack.enter_context(torch.cuda.use_mem_pool(pool, owners[0].device))
                 stack.enter_context(uninterrupted())
-                stack.enter_context(_ForceDispatchKeyGuard(*self._user_keys))
+                stack.enter_context(ForceDispatchKeyGuard(*self._user_keys))
                 stack.enter_context(torch.enable_grad())
                 for kind, dtype in autocast.items():
                     stack.enter_context(torch.autocast(kind, dtype=dtype))

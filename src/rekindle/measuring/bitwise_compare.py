@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from rekindle.core.cost.profile import Profile
 from rekindle.core.graph.comparison import Comparison
@@ -21,6 +20,7 @@ from rekindle.core.graph.schedule import Plan
 from rekindle.core.graph.simulate import Trace
 from rekindle.measuring.meters import peak_bytes
 from rekindle.measuring.timing import tensors_around
+from rekindle.torch_internals import pytree
 from rekindle.tracing.undo import random_states
 
 State = dict[str, Any]

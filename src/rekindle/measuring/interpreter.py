@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from rekindle.torch_internals import AutoDispatchBelowAutograd, set_grad_enabled
 from rekindle.tracing import undo
 from rekindle.tracing.recording import Recording
 from rekindle.tracing.tape import Kind
@@ -98,14 +99,14 @@ def run(recording: Recording, env: dict[fx.Node, Any], around: Around) -> None:
     calls = {call.node: index for index, call in enumerate(recording.tape.calls)}
     nodes = executed(recording)
     dying = _last_uses(nodes)
-    with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
+    with torch.enable_grad(), AutoDispatchBelowAutograd():
         for node in nodes:
             if node.target is operator.getitem:
                 env[node] = env[node.all_input_nodes[0]][node.args[1]]
             else:
                 args = fx.map_arg(node.args, env.__getitem__)
                 kwargs = fx.map_arg(node.kwargs, env.__getitem__)
-                torch._C._set_grad_enabled(recording.tape.calls[calls[node]].grad_enabled)
+                set_grad_enabled(recording.tape.calls[calls[node]].grad_enabled)
                 env[node] = around(calls[node], node.target, args, kwargs)
                 del args, kwargs
             for dead in dying[node]:

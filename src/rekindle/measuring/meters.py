@@ -12,11 +12,12 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch._C._profiler import _EventType
 from torch.autograd import DeviceType
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as torch_profile
+
+from rekindle.torch_internals import EventType, clear_cublas_workspaces
 
 Around = Callable[[int, Any, tuple[Any, ...], dict[str, Any]], Any]
 Run = Callable[[Around], None]  # runs all ops, each through the function it is given
@@ -191,7 +192,7 @@ def clear_workspaces() -> None:
 
     A plain step leaves what its backward thread has used, and a capture what its stream has.
     """
-    torch._C._cuda_clearCublasWorkspaces()
+    clear_cublas_workspaces()
 
 
 def peak_bytes(
@@ -240,7 +241,7 @@ def allocations(profiler: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     while events:
         event = events.pop()
         events.extend(event.children)
-        if event.tag == _EventType.Allocation and event.extra_fields.device.type == "cpu":
+        if event.tag == EventType.Allocation and event.extra_fields.device.type == "cpu":
             found.append((event.start_time_ns, event.extra_fields))
     found.sort(key=lambda pair: pair[0])
     held: set[int] = set()

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from rekindle.measuring.meters import cuda_samples_us, peak_bytes
+from rekindle.torch_internals import pytree
 
 
 @dataclass(frozen=True, slots=True)

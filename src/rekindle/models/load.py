@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from rekindle.errors import ModelError, RekindleError
 from rekindle.models.workload import Workload, check_batch, check_device, check_precision
 from rekindle.models.zoo.catalog import MODELS, build, did_you_mean
+from rekindle.torch_internals import pytree
 
 EXPECTED = "(train_step, model, optimizer, batch)"
 
@@ -156,7 +156,7 @@ def _to_workload(spec: str, returned: Any, asked: dict[str, Any]) -> Workload:
     if wrong:
         raise ModelError(f"{spec} must return {EXPECTED}, but {wrong}")
     train_step, model, optimizer, batch = returned
-    leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
     rows = next((leaf.shape[0] for leaf in leaves if leaf.dim()), None)
     home = next(model.parameters(), leaves[0] if leaves else torch.empty(0)).device
     return Workload(

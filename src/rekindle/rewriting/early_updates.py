@@ -11,10 +11,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from rekindle.core.graph.graph import StepGraph
 from rekindle.core.rewrite.improve import Update
+from rekindle.torch_internals import global_optimizer_post_hooks, global_optimizer_pre_hooks
 from rekindle.tracing.recording import Recording
 from rekindle.tracing.tape import Kind
 
@@ -68,7 +68,7 @@ def find_updates(recording: Recording, graph: StepGraph) -> Updates | None:
 def is_one_by_one(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer treats each parameter for itself, and nobody watches its steps."""
     hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    if any((*hooks, _global_optimizer_pre_hooks, _global_optimizer_post_hooks)):
+    if any((*hooks, global_optimizer_pre_hooks, global_optimizer_post_hooks)):
         return False
     step = vars(optimizer).get("step")  # learning-rate schedulers put one there that only counts
     is_own = step is None or hasattr(step, "_wrapped_by_lr_sched")

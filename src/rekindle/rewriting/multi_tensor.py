@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from rekindle.core.graph.graph import Phase, Role, StepGraph
+from rekindle.torch_internals import foreach_add_, foreach_copy_
 from rekindle.tracing.recording import Recording
 from rekindle.tracing.tape import Call
 
@@ -24,13 +25,13 @@ _COUNT = torch.ops.aten.add_.Tensor
 def cast(tensors: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
     """The same tensors in another type."""
     made = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
-    torch._foreach_copy_(made, tensors)
+    foreach_copy_(made, tensors)
     return made
 
 
 def count(tensors: list[torch.Tensor], number: int) -> None:
     """Add a number to each tensor, in place."""
-    torch._foreach_add_(tensors, number)
+    foreach_add_(tensors, number)
 
 
 def combined(call: Call) -> tuple[Callable[..., Any], Any]:

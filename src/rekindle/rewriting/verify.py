@@ -15,7 +15,6 @@ from itertools import zip_longest
 from typing import Any
 
 from torch import fx
-from torch._ops import OpOverload
 
 from rekindle.core.graph.graph import TOGETHER_TARGET, StepGraph
 from rekindle.core.graph.schedule import Compute, Schedule
@@ -23,6 +22,7 @@ from rekindle.engines import rng
 from rekindle.errors import RewriteError
 from rekindle.rewriting import multi_tensor
 from rekindle.rewriting.apply_schedule import RewrittenStep
+from rekindle.torch_internals import OpOverload
 from rekindle.tracing import operators
 from rekindle.tracing.recording import Recording
 from rekindle.tracing.tape import Call, Kind, OptimizerCall

@@ -47,9 +47,9 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 def compiled(model: nn.Module, activation_share: float | None = None) -> nn.Module:
     """`torch.compile` of a model, which may keep so large a share of the activations."""
     if activation_share is not None:
-        from torch._functorch import config  # not for others: torch's compiler takes time
+        from rekindle.torch_internals import functorch_config  # slow: loads torch's compiler
 
-        config.activation_memory_budget = activation_share
+        functorch_config.activation_memory_budget = activation_share
     return torch.compile(model)  # type: ignore[return-value]
 
 

@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils import _pytree as pytree
+
+from rekindle.torch_internals import pytree
 
 
 class Flat(NamedTuple):

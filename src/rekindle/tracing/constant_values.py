@@ -10,9 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import _disable_current_modes
 
+from rekindle.torch_internals import OpOverload, disable_current_modes
 from rekindle.tracing import operators
 
 _MOST_ELEMENTS = 1 << 21
@@ -50,7 +49,7 @@ class KnownValues:
             return
         on_cpu = {"device": torch.device("cpu"), "pin_memory": False}
         overrides = {key: value for key, value in on_cpu.items() if key in kwargs}
-        with _disable_current_modes():
+        with disable_current_modes():
             value = op(
                 *operators.map_tensors(args, self.get),
                 **{**operators.map_tensors(kwargs, self.get), **overrides},

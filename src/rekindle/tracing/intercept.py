@@ -14,8 +14,8 @@ from torch.nn.modules import module as module_hooks
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
 
+from rekindle.torch_internals import FAKE_TENSOR_LOGGER, disable_current_modes
 from rekindle.tracing.recorder import Recorder
 from rekindle.tracing.undo import replaced
 
@@ -47,7 +47,7 @@ def watched(
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(_MemoryReadsRefused(recorder))
-        stack.enter_context(_quiet(logging.getLogger("torch._subclasses.fake_tensor")))
+        stack.enter_context(_quiet(logging.getLogger(FAKE_TENSOR_LOGGER)))
         stack.enter_context(warnings.catch_warnings())
         # recurrent layers compare addresses of weights; nothing is read there
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
@@ -180,7 +180,7 @@ def _random_state_functions(
     recorder: Recorder, real_get: Callable[..., torch.Tensor], kind: str
 ) -> tuple[Callable[..., torch.Tensor], Callable[..., None]]:
     def get(device: Any = kind) -> torch.Tensor:
-        with _disable_current_modes():
+        with disable_current_modes():
             state = real_get() if kind == "cpu" else real_get(device)
         return recorder.get_random_state(_generator_name(device), state)
 

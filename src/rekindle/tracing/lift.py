@@ -7,10 +7,10 @@ from bisect import bisect_right
 from collections.abc import Iterable
 
 from torch import fx
-from torch._ops import OpOverload
 
 from rekindle.core.graph.graph import Op, Phase, Role, StepGraph, Storage, Value
 from rekindle.core.graph.roles import assign_roles
+from rekindle.torch_internals import OpOverload
 from rekindle.tracing import operators
 from rekindle.tracing.recording import Recording
 from rekindle.tracing.tape import Call, Kind, OptimizerCall, run_optimizer

@@ -11,9 +11,9 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
-from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
+
+from rekindle.torch_internals import DispatchKey, OpOverload, pytree
 
 _UNDECLARED_WRITES = {
     "aten::native_batch_norm": ("running_mean", "running_var"),
@@ -163,7 +163,7 @@ def overwriting(op: OpOverload) -> OpOverload | None:
         writes = [a for a in other._schema.arguments if a.alias_info and a.alias_info.is_write]
         if same == wanted and len(writes) == 1 and writes[0].name == out[0]:
             has_kernel = other.has_kernel_for_dispatch_key
-            keys = torch._C.DispatchKey
+            keys = DispatchKey
             is_own = has_kernel(keys.CUDA) and not has_kernel(keys.CompositeExplicitAutograd)
             return other if is_own else None
     return None
@@ -200,7 +200,7 @@ def is_composite(op: OpOverload) -> bool:
     Some have a kernel of their own for a device as well, and that is what runs there:
     `silu_backward`.
     """
-    keys = torch._C.DispatchKey
+    keys = DispatchKey
     has_own = any(op.has_kernel_for_dispatch_key(key) for key in (keys.CPU, keys.CUDA))
     return op.has_kernel_for_dispatch_key(keys.CompositeImplicitAutograd) and not has_own
 

@@ -17,12 +17,18 @@ from typing import Any, NoReturn
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from rekindle.core.graph.graph import Source
 from rekindle.engines import rng
 from rekindle.errors import CaptureError
+from rekindle.torch_internals import (
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    current_autograd_node,
+    disable_current_modes,
+    get_sequence_nr,
+)
 from rekindle.tracing import fake_overrides, operators, user_line
 from rekindle.tracing.constant_values import KnownValues
 from rekindle.tracing.tape import Call, Entry, Kind, Meta, StorageMeta, Tape
@@ -283,12 +289,12 @@ class Recorder(TorchDispatchMode):
         )
         results = self._bind(node, result)
         site = user_line.call_site()
-        autograd_node = torch._C._current_autograd_node()
+        autograd_node = current_autograd_node()
         source = Source(self.module_path[-1] if self.module_path else "", *site.line)
         if autograd_node is None:
             # If autograd follows this op, it has just numbered it, and its backward will carry the
             # number, too. An op that it does not follow leaves the number as it was.
-            self._source_of_seq.setdefault(torch.autograd._get_sequence_nr() - 1, source)
+            self._source_of_seq.setdefault(get_sequence_nr() - 1, source)
         else:
             source = self._source_of_seq.get(autograd_node._sequence_nr(), source)
         self._n_calls += 1
@@ -343,7 +349,7 @@ class Recorder(TorchDispatchMode):
             return aten._local_scalar_dense.default(tensor)
         value = self.known.get(tensor)
         if value is not None:
-            with _disable_current_modes():
+            with disable_current_modes():
                 return value.item()
         if self.in_optimizer:
             # Optimizers read their step count. The recorded optimizer is for analysis alone (the

@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import (
+
+from rekindle.errors import CaptureError
+from rekindle.torch_internals import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
 )
-
-from rekindle.errors import CaptureError
 from rekindle.tracing import batch_tree, cpu_as_gpu, intercept, transformers_compat, user_line
 from rekindle.tracing.module_effects import find_effects, note_attributes
 from rekindle.tracing.preconditions import Checks, settings

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
+
+from rekindle.torch_internals import disable_current_modes, set_version_counter
 
 Undo = Callable[[], None]
 
@@ -50,7 +51,7 @@ def remember(obj: Any) -> Undo:
 def _remember_tensor(tensor: torch.Tensor) -> Undo:
     grad, version, requires_grad = tensor.grad, tensor._version, tensor.requires_grad
     is_leaf = tensor.is_leaf
-    with _disable_current_modes():  # tensors may be met while the step runs
+    with disable_current_modes():  # tensors may be met while the step runs
         device, pointer, data = tensor.device, tensor.data_ptr(), tensor.data
 
     def undo() -> None:
@@ -62,7 +63,7 @@ def _remember_tensor(tensor: torch.Tensor) -> Undo:
             tensor.requires_grad_(requires_grad)
         if is_leaf:
             tensor.grad = grad
-        torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+        set_version_counter((tensor,), (version,))
 
     return undo
 

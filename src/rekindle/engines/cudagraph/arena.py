@@ -20,7 +20,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from rekindle.core.memory.allocator_steering import (
@@ -33,6 +32,7 @@ from rekindle.core.memory.allocator_steering import (
 from rekindle.core.memory.steering_rehearsal import plan_arena
 from rekindle.engines.cudagraph.allocation_requests import AllocationRequests
 from rekindle.measuring.meters import clear_workspaces
+from rekindle.torch_internals import OpOverload, end_allocate_to_pool, release_pool
 from rekindle.tracing.operators import tensors
 from rekindle.units import format_bytes
 
@@ -143,9 +143,9 @@ class CudaPool(CudaMemory):
         """
         index = torch.cuda.current_device() if self._device.index is None else self._device.index
         with suppress(RuntimeError):  # nothing to end: it has been done
-            torch._C._cuda_endAllocateToPool(index, self.id)
+            end_allocate_to_pool(index, self.id)
         while self._pool.use_count() > n_users:
-            torch._C._cuda_releasePool(index, self.id)
+            release_pool(index, self.id)
 
     def allocate(self, nbytes: int) -> int | None:
         try:  # a bare storage: `torch.empty` fills it, where algorithms are to be deterministic

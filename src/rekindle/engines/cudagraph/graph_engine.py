@@ -22,7 +22,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from rekindle.core.cost.profile import Profile
 from rekindle.core.graph.graph import StepGraph
@@ -36,6 +35,7 @@ from rekindle.engines.cudagraph.static_batch import StaticBatch, like
 from rekindle.engines.gc_pause import collected_later
 from rekindle.engines.program import Program
 from rekindle.measuring.meters import clear_workspaces
+from rekindle.torch_internals import global_optimizer_post_hooks, global_optimizer_pre_hooks
 from rekindle.tracing.tape import Kind
 
 log = logging.getLogger("rekindle")
@@ -417,7 +417,7 @@ def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 def _is_capturable(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a graph may hold an optimizer's step: it says so, and nobody watches it."""
     hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    if any((*hooks, _global_optimizer_pre_hooks, _global_optimizer_post_hooks)):
+    if any((*hooks, global_optimizer_pre_hooks, global_optimizer_post_hooks)):
         return False
     return all(
         group.get("capturable")

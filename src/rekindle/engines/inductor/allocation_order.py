@@ -7,6 +7,12 @@ from typing import Any
 
 import torch
 
+from rekindle.torch_internals import (
+    is_memory_history_enabled,
+    memory_snapshot,
+    record_memory_history,
+)
+
 
 def order_of_results(function: Callable[[], Sequence[Any]], device: torch.device) -> list[int]:
     """Call a function; returns the indices of its results as memory was asked for them.
@@ -14,15 +20,15 @@ def order_of_results(function: Callable[[], Sequence[Any]], device: torch.device
     The allocator is watched, unless somebody else is watching it: then nothing is known, and
     nothing returned.
     """
-    if torch._C._cuda_isHistoryEnabled():
+    if is_memory_history_enabled():
         return []
     index = torch.cuda.current_device() if device.index is None else device.index
-    torch.cuda.memory._record_memory_history("all", context=None, clear_history=True)
+    record_memory_history("all", context=None, clear_history=True)
     try:
         results = function()
-        entries = torch.cuda.memory._snapshot(device)["device_traces"][index]
+        entries = memory_snapshot(device)["device_traces"][index]
     finally:
-        torch.cuda.memory._record_memory_history(None)
+        record_memory_history(None)
     asked = [entry["addr"] for entry in entries if entry["action"] == "alloc"]
     return in_order(asked, [address_of(each) for each in results])
 

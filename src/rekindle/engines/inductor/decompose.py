@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 
 from rekindle.engines.inductor import decompositions
 from rekindle.engines.inductor.fusibility import is_fusible, is_simple
 from rekindle.engines.inductor.gpu_layouts import CONVOLUTIONS, ForGpu
 from rekindle.engines.inductor.recording_builder import is_view
+from rekindle.torch_internals import OpOverload
 from rekindle.tracing import operators
 from rekindle.tracing.recording import Recording
 from rekindle.tracing.tape import Call, OptimizerCall

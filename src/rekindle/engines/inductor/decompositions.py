@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch._inductor import inductor_prims  # noqa: F401  (registers prims.inductor_random)
+
+from rekindle.torch_internals import inductor_prims  # noqa: F401  (registers inductor_random)
 
 _SEED_WORDS = 2  # 16 bytes a seed: what compiled code likes to start at
 

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 
+from rekindle.torch_internals import OpOverload
 from rekindle.tracing import operators
 from rekindle.tracing.recording import Recording
 from rekindle.tracing.tape import Call, OptimizerCall

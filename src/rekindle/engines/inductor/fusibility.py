@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from rekindle.engines.inductor import decompositions
+from rekindle.torch_internals import OpOverload
 
 aten = torch.ops.aten
 

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 
 from rekindle.core.rewrite.grouping import Groups
 from rekindle.engines.inductor import decompositions
@@ -30,6 +29,7 @@ from rekindle.engines.inductor.group_compiler import Fusing
 from rekindle.engines.inductor.output_aliasing import Path
 from rekindle.engines.inductor.recording_builder import Builder
 from rekindle.rewriting.multi_tensor import cast
+from rekindle.torch_internals import OpOverload
 from rekindle.tracing.recording import Recording
 from rekindle.tracing.tape import Call, Kind, OptimizerCall
 

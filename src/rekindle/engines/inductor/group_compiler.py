@@ -16,16 +16,19 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._guards import TracingContext, tracing
-from torch._inductor import config
-from torch._inductor.compile_fx import compile_fx_inner
-from torch._inductor.decomposition import select_decomp_table
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from rekindle.engines.inductor.allocation_order import order_of_results
 from rekindle.engines.inductor.decompositions import batch_statistics
+from rekindle.torch_internals import (
+    FakeTensorMode,
+    TracingContext,
+    compile_fx_inner,
+    inductor_config,
+    select_decomp_table,
+    tracing,
+)
 
 log = logging.getLogger("rekindle")
 
@@ -73,7 +76,7 @@ class Fused:
     def compile(self) -> None:
         """Have Inductor compile it, or find it in Inductor's cache."""
         mode = FakeTensorMode(shape_env=ShapeEnv())  # without one, nothing is kept on disk
-        with torch.no_grad(), config.patch(_SETTINGS):
+        with torch.no_grad(), inductor_config.patch(_SETTINGS):
             with mode:
                 inputs = [_empty(form) for form in self._forms]
                 graph = make_fx(self.on_fakes, decomposition_table=select_decomp_table())(*inputs)

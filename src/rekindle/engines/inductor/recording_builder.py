@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from rekindle.engines import rng
+from rekindle.torch_internals import FakeTensor, FakeTensorMode, OpOverload
 from rekindle.tracing import fake_overrides, operators
 from rekindle.tracing.module_effects import Effect
 from rekindle.tracing.recording import GradUse, Recording

@@ -8,7 +8,6 @@ from functools import partial
 
 import torch
 from torch.optim import AdamW
-from torch.utils._pytree import tree_map_only
 
 from rekindle.errors import ModelError
 from rekindle.models.workload import (
@@ -21,6 +20,7 @@ from rekindle.models.workload import (
     make_train_step,
 )
 from rekindle.models.zoo import small, text, vision
+from rekindle.torch_internals import pytree
 
 SEED = 0
 LEARNING_RATE = 1e-4
@@ -112,7 +112,7 @@ def build_spec(
     parts = _seeded_parts(spec, batch_size, size)
 
     model = parts.model.train().to(target)
-    on_target = tree_map_only(torch.Tensor, lambda tensor: tensor.to(target), parts.batch)
+    on_target = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(target), parts.batch)
     optimizer = AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     train_step = make_train_step(parts.loss_fn, precision=precision, device_type=target.type)
     return Workload(

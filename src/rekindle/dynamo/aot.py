@@ -1,28 +1,4 @@
-"""Everything that is used of torch beyond its documented interface, in one place.
-
-Checked with torch 2.11. Where a later version moves or changes one of these, this is the file to
-change:
-
-- `torch._inductor.compile_fx.compile_fx` with `config_patches`, and the documented hook for custom
-  partitioners and passes, `CustomPartitionerFn` and `CustomGraphPass` of
-  `torch._inductor.custom_graph_pass`;
-- `compile_fx_inner` there, which compiles the graph of one pass;
-- `set_materialize_grads` of the function that AOTAutograd makes of both passes, which is the
-  `grad_fn` of its outputs, and `torch._dynamo.compiled_autograd`, with which that must not be done;
-- `torch._dynamo.backends.common.aot_autograd`, and `partition_fn` among its arguments; `boxed_nop`,
-  which runs a graph as it is;
-- `torch._functorch.partitioners._extract_fwd_bwd_modules`, which cuts a joint graph in two where it
-  is told to, and `min_cut_rematerialization_partition`, which cuts it as `torch.compile` does;
-- `torch._functorch.compile_utils.fx_graph_cse` and `raise_getitems`;
-- `torch._dynamo.eval_frame.OptimizedModule`, and what is in it of the backend;
-- `torch._guards.CompileContext` and `TracingContext`, and what enters them again;
-- `should_reuse_buffer` of `torch._inductor.codegen.wrapper.AllocateLine`, which is replaced while
-  graphs are compiled: whether a buffer is held for another one until that is needed;
-- `torch._higher_order_ops._foreach_map`, of which Inductor makes one kernel on a GPU;
-- `torch._inductor.list_mode_options`;
-- the mark `inductor_realize_to_strides` in `node.meta`, with which a result is written to memory;
-- the mark `partitioner_tag` in `node.meta`, and the names of a joint graph's placeholders.
-"""
+"""AOTAutograd, Inductor and Dynamo as the planner calls them."""
 
 from __future__ import annotations
 
@@ -34,32 +10,37 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo import compiled_autograd
-from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.backends.debugging import boxed_nop
-from torch._dynamo.eval_frame import OptimizedModule
-from torch._functorch import config as functorch_config
-from torch._functorch.compile_utils import fx_graph_cse, raise_getitems
-from torch._functorch.partitioners import (
-    _extract_fwd_bwd_modules,
-    _must_be_in_backward,
-    _must_be_in_forward,
-    min_cut_rematerialization_partition,
-)
-from torch._guards import CompileContext, TracingContext, compile_context, tracing
-from torch._higher_order_ops import _foreach_map
-from torch._inductor import config as inductor_config
-from torch._inductor import list_mode_options
-from torch._inductor.codegen.wrapper import AllocateLine
-from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch.fx.experimental.symbolic_shapes import is_symbolic
 from torch.types import py_sym_types
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from rekindle import torch_internals
+from rekindle.torch_internals import (
+    AllocateLine,
+    CompileContext,
+    CustomGraphPass,
+    CustomPartitionerFn,
+    OptimizedModule,
+    TracingContext,
+    aot_autograd,
+    boxed_nop,
+    compile_context,
+    compile_fx,
+    compile_fx_inner,
+    compiled_autograd,
+    extract_fwd_bwd_modules,
+    foreach_map,
+    functorch_config,
+    fx_graph_cse,
+    inductor_config,
+    is_traceable_wrapper_subclass,
+    list_mode_options,
+    min_cut_rematerialization_partition,
+    pytree,
+    raise_getitems,
+    tracing,
+)
 
 __all__ = [
-    "CHECKED_ON",
     "LARGE_BYTES",
     "CustomGraphPass",
     "CustomPartitionerFn",
@@ -89,8 +70,6 @@ __all__ = [
     "without_repeats",
     "write_to_memory",
 ]
-
-CHECKED_ON = ("2.11",)
 
 Modules = tuple[fx.GraphModule, fx.GraphModule]
 PartitionFn = Callable[..., Modules]
@@ -224,7 +203,7 @@ def call_on_each(graph: fx.Graph, function: fx.Graph, tensors: Sequence[fx.Node]
     assert owner is not None
     name = next(name for i in count() if not hasattr(owner, name := f"on_each_{i}"))
     setattr(owner, name, fx.GraphModule({}, function))
-    return graph.call_function(_foreach_map, (graph.get_attr(name), *tensors))
+    return graph.call_function(foreach_map, (graph.get_attr(name), *tensors))
 
 
 def write_to_memory(node: fx.Node) -> None:
@@ -247,7 +226,7 @@ def cut(
     n_outputs: int,
 ) -> Modules:
     """The forward module, which also returns what is saved, and the backward module."""
-    forward, backward = _extract_fwd_bwd_modules(
+    forward, backward = extract_fwd_bwd_modules(
         joint, saved, saved_sym_nodes=saved_syms, num_fwd_outputs=n_outputs
     )
     return raise_getitems(forward), raise_getitems(backward)
@@ -266,12 +245,12 @@ def without_repeats(joint: fx.GraphModule) -> None:
 
 def must_be_in_forward(node: fx.Node) -> bool:
     """Whether a node changes something and does so in the forward pass."""
-    return bool(_must_be_in_forward(node))
+    return bool(torch_internals.must_be_in_forward(node))
 
 
 def must_be_in_backward(node: fx.Node) -> bool:
     """Whether a node changes something and does so in the backward pass."""
-    return bool(_must_be_in_backward(node))
+    return bool(torch_internals.must_be_in_backward(node))
 
 
 def is_tagged_backward(node: fx.Node) -> bool:

@@ -1,0 +1,190 @@
+"""Every private name of torch that Rekindle uses, with the reason.
+
+All of them were checked on the versions in `CHECKED_ON`, by the whole test suite. Where a later
+torch moves or changes one, this is the file to change; `tests/test_torch_internals.py` forbids
+private names of torch elsewhere. Names of torch's compiler are imported on first use, since that
+takes seconds.
+
+Marks are as private as names. `dynamo/aot.py` reads `inductor_realize_to_strides` and
+`partitioner_tag` in `node.meta`, the names of a joint graph's placeholders (`tangents_1`), and the
+`grad_fn` of AOTAutograd's outputs (`CompiledFunctionBackward`) with its `set_materialize_grads`.
+"""
+
+# The names are for other modules, and imported after the version is checked.
+# ruff: noqa: E402, F401
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from typing import Any, Literal
+
+import torch
+
+CHECKED_ON = ("2.11", "2.15")
+
+
+def check_version(version: str) -> None:
+    """Refuse a torch that is too old, and warn of one that was not checked."""
+    release = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    if release < (2, 11):
+        raise ImportError(f"Rekindle needs torch 2.11 or newer, and this is torch {version}.")
+    if ".".join(map(str, release)) not in CHECKED_ON:
+        warnings.warn(
+            f"Rekindle was not checked with torch {version}, only with "
+            f"{' and '.join(CHECKED_ON)}. It uses private functions of torch, which may have "
+            "changed; rekindle.verify compares a step with the plain one, bit for bit.",
+            stacklevel=2,
+        )
+
+
+check_version(torch.__version__)
+
+# The type of operators (`torch.ops.aten.add.Tensor`), which has no public name.
+from torch._ops import OpOverload
+
+# Tensors without data, on which a step is traced, and what they raise.
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+
+# Hooks on all optimizers: where there is one, the optimizer is called as the plain step calls it.
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks as global_optimizer_post_hooks,
+)
+from torch.optim.optimizer import (
+    _global_optimizer_pre_hooks as global_optimizer_pre_hooks,
+)
+
+# Nested batches and arguments as flat lists; the public equivalent, `optree`, is a dependency more.
+from torch.utils import _pytree as pytree
+
+# Tracing sees every operator in a dispatch mode, and leaves it for real computation.
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+)
+from torch.utils._python_dispatch import (
+    _disable_current_modes as disable_current_modes,
+)
+
+FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"  # warns about ops that tracing handles itself
+
+# Grad mode as a plain call, for generated code: `torch.set_grad_enabled` is a class, and slower.
+set_grad_enabled = torch._C._set_grad_enabled
+# Generated code runs below autograd, and the user's optimizer with the keys of the caller.
+AutoDispatchBelowAutograd = torch._C._AutoDispatchBelowAutograd
+ForceDispatchKeyGuard = torch._C._ForceDispatchKeyGuard
+included_dispatch_keys = torch._C._dispatch_tls_local_include_set
+excluded_dispatch_keys = torch._C._dispatch_tls_local_exclude_set
+# Whether an operator has a kernel of its own for a device, or is composed of others.
+DispatchKey = torch._C.DispatchKey
+# The autograd node that is running, and the number that ties it to the forward op that made it.
+current_autograd_node = torch._C._current_autograd_node
+get_sequence_nr = torch.autograd._get_sequence_nr
+# Tracing writes to tensors in place; autograd must not notice once the values are put back.
+set_version_counter = torch._C._autograd._unsafe_set_version_counter
+# The profiler's memory events, which the public `key_averages` sums up.
+EventType = torch._C._profiler._EventType
+# Multi-tensor kernels, which have no public form.
+foreach_copy_ = torch._foreach_copy_
+foreach_add_ = torch._foreach_add_
+
+
+# CUDA's caching allocator. These exist in builds with CUDA only, so they are looked up when called.
+
+
+def clear_cublas_workspaces() -> None:
+    """Free what cuBLAS holds, so that it is not counted as the step's memory."""
+    torch._C._cuda_clearCublasWorkspaces()
+
+
+def end_allocate_to_pool(device: int, pool: tuple[int, int]) -> None:
+    """Stop directing allocations into a memory pool after a CUDA graph capture failed."""
+    torch._C._cuda_endAllocateToPool(device, pool)
+
+
+def release_pool(device: int, pool: tuple[int, int]) -> None:
+    """Drop one use of a memory pool after a CUDA graph capture failed."""
+    torch._C._cuda_releasePool(device, pool)
+
+
+def set_allocator_settings(settings: str) -> None:
+    """Switch expandable segments on and off in a running process."""
+    torch._C._accelerator_setAllocatorSettings(settings)
+
+
+def is_memory_history_enabled() -> bool:
+    """True if someone records the allocator's history."""
+    return bool(torch._C._cuda_isHistoryEnabled())
+
+
+def record_memory_history(enabled: Literal["state", "all"] | None, **kwargs: Any) -> None:
+    """Start or stop recording the allocator's history."""
+    torch.cuda.memory._record_memory_history(enabled, **kwargs)
+
+
+def memory_snapshot(device: torch.device | None = None) -> dict[str, Any]:
+    """The allocator's segments, settings and recorded history."""
+    return dict(torch.cuda.memory._snapshot(device))
+
+
+_COMPILER = {
+    # Compiles a graph that Dynamo captured, and one part of it.
+    "compile_fx": "torch._inductor.compile_fx",
+    "compile_fx_inner": "torch._inductor.compile_fx",
+    # Inductor's decompositions, options, options of a mode, and the ops it adds to torch's.
+    "select_decomp_table": "torch._inductor.decomposition",
+    "inductor_config": "torch._inductor.config",
+    "list_mode_options": "torch._inductor",
+    "inductor_prims": "torch._inductor.inductor_prims",
+    # The documented hooks for custom partitioners and passes.
+    "CustomGraphPass": "torch._inductor.custom_graph_pass",
+    "CustomPartitionerFn": "torch._inductor.custom_graph_pass",
+    # Decides whether a freed buffer is held for a later one; replaced while graphs are compiled.
+    "AllocateLine": "torch._inductor.codegen.wrapper",
+    # One kernel for the same computation on many tensors.
+    "foreach_map": "torch._higher_order_ops",
+    # AOTAutograd with a partitioner of our own, and a compiler that runs a graph as it is.
+    "aot_autograd": "torch._dynamo.backends.common",
+    "boxed_nop": "torch._dynamo.backends.debugging",
+    "functorch_config": "torch._functorch.config",
+    # The cut of a joint graph into forward and backward module, ours and torch's.
+    "extract_fwd_bwd_modules": "torch._functorch.partitioners",
+    "must_be_in_forward": "torch._functorch.partitioners",
+    "must_be_in_backward": "torch._functorch.partitioners",
+    "min_cut_rematerialization_partition": "torch._functorch.partitioners",
+    "fx_graph_cse": "torch._functorch.compile_utils",
+    "raise_getitems": "torch._functorch.compile_utils",
+    # What torch.compile returns, and whether compiled autograd runs.
+    "OptimizedModule": "torch._dynamo.eval_frame",
+    "compiled_autograd": "torch._dynamo.compiled_autograd",
+    # The contexts in which Dynamo compiles, entered again when a backward pass is compiled later.
+    "CompileContext": "torch._guards",
+    "TracingContext": "torch._guards",
+    "compile_context": "torch._guards",
+    "tracing": "torch._guards",
+}
+_UNDERSCORED = (
+    "extract_fwd_bwd_modules",
+    "must_be_in_forward",
+    "must_be_in_backward",
+    "foreach_map",
+)
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name of torch's compiler when it is first asked for."""
+    source = _COMPILER.get(name)
+    if source is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    is_module = source.endswith(f".{name}") or name.endswith("_config")
+    found = importlib.import_module(source)
+    if not is_module:
+        found = getattr(found, f"_{name}" if name in _UNDERSCORED else name)
+    globals()[name] = found
+    return found
