@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,6 @@ import torch
 from rekindle import torch_internals
 
 SRC = Path(torch_internals.__file__).parent
-PUBLIC = ("__version__", "__file__")
 
 
 def private_names(source: str) -> Iterator[str]:
@@ -34,7 +34,7 @@ def private_names(source: str) -> Iterator[str]:
         for name in _names(node):
             root, *parts = name.split(".")
             is_operator = parts[:1] == ["ops"]
-            private = [part for part in parts if part.startswith("_") and part not in PUBLIC]
+            private = [part for part in parts if re.match("_[^_]", part)]
             if root == "torch" and private and not is_operator:
                 yield name
 
@@ -46,7 +46,8 @@ def _names(node: ast.AST) -> list[str]:
         case ast.ImportFrom(module=str(module), names=names):
             return [f"{module}.{alias.name}" for alias in names]
         case ast.Attribute():
-            return [ast.unparse(node)]
+            name = ast.unparse(node)
+            return [name] if re.fullmatch(r"[\w.]+", name) else []
         case ast.Constant(value=str(text)) if text.startswith("torch._"):
             return [text]
     return []

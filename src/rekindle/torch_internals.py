@@ -95,6 +95,8 @@ foreach_copy_ = torch._foreach_copy_
 foreach_add_ = torch._foreach_add_
 
 
+PoolHandle = torch.cuda._POOL_HANDLE  # the type of a memory pool's id
+
 # CUDA's caching allocator. These exist in builds with CUDA only, so they are looked up when called.
 
 

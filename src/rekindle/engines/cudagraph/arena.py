@@ -32,7 +32,7 @@ from rekindle.core.memory.allocator_steering import (
 from rekindle.core.memory.steering_rehearsal import plan_arena
 from rekindle.engines.cudagraph.allocation_requests import AllocationRequests
 from rekindle.measuring.meters import clear_workspaces
-from rekindle.torch_internals import OpOverload, end_allocate_to_pool, release_pool
+from rekindle.torch_internals import OpOverload, PoolHandle, end_allocate_to_pool, release_pool
 from rekindle.tracing.operators import tensors
 from rekindle.units import format_bytes
 
@@ -118,7 +118,7 @@ class CudaPool(CudaMemory):
         super().__init__(device)
         self._pool = torch.cuda.MemPool()
         self._plugs: dict[int, torch.UntypedStorage] = {}
-        self.id = torch.cuda._POOL_HANDLE(self._pool.id)
+        self.id = PoolHandle(self._pool.id)
 
     @contextmanager
     def capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
