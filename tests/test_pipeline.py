@@ -11,7 +11,7 @@ from torch import nn
 
 import rekindle
 from rekindle import models
-from rekindle.engines.captured_step import PlannedStep
+from rekindle.captured_step import PlannedStep
 from rekindle.engines.select_engine import EngineMaker
 from rekindle.errors import InfeasibleBudget, PlanError, ProfileError
 from rekindle.measuring.bitwise_compare import compare

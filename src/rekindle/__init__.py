@@ -3,12 +3,12 @@
 from typing import TYPE_CHECKING, Any
 
 from rekindle.api import capture, layout, optimize, plan, profile, simulate, verify
+from rekindle.captured_step import CapturedStep
 from rekindle.core.cost.batch_search import LargestBatch
 from rekindle.core.cost.devices import Device, add_device
 from rekindle.core.graph.schedule import Plan
 from rekindle.core.graph.serial import load_plan, save_plan
 from rekindle.core.memory.layout import Layout
-from rekindle.engines.captured_step import CapturedStep
 from rekindle.errors import (
     CaptureError,
     InfeasibleBudget,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rekindle.captured_step import CapturedStep
 from rekindle.core.cost.devices import Device, find_device
 from rekindle.core.cost.profile import Profile
 from rekindle.core.cost.roofline import analytic_profile
@@ -22,7 +23,6 @@ from rekindle.core.graph.simulate import simulate as simulate_step
 from rekindle.core.memory.layout import Layout
 from rekindle.core.memory.layout import layout as lay_out
 from rekindle.core.memory.layout_check import check_layout
-from rekindle.engines.captured_step import CapturedStep
 from rekindle.errors import PlanError, ProfileError
 from rekindle.measuring.bitwise_compare import compare
 from rekindle.pipeline import Arranger, measured_profile

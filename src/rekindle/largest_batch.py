@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from rekindle.captured_step import CapturedStep, check_types
 from rekindle.core.cost.batch_scaling import Growth, Sized, Uneven
 from rekindle.core.cost.batch_search import (
     MOST,
@@ -39,7 +40,6 @@ from rekindle.core.cost.roofline import analytic_profile
 from rekindle.core.graph.graph import Phase, Role, StepGraph
 from rekindle.core.graph.schedule import Plan
 from rekindle.core.graph.simulate import ROLES, Trace, simulate
-from rekindle.engines.captured_step import CapturedStep, check_types
 from rekindle.engines.gc_pause import collected_later
 from rekindle.errors import InfeasibleBudget, PlanError, ProfileError
 from rekindle.pipeline import Captured, measured_profile, plan_within

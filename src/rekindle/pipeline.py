@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 import torch
 
+from rekindle.captured_step import PlannedStep
 from rekindle.core.cost.profile import Profile
 from rekindle.core.graph.graph import Role, StepGraph
 from rekindle.core.graph.schedule import Plan
 from rekindle.core.graph.simulate import ROLES, simulate
 from rekindle.core.rewrite.improve import carry_over
-from rekindle.engines.captured_step import PlannedStep
 from rekindle.engines.select_engine import EngineMaker
 from rekindle.errors import InfeasibleBudget, PlanError
 from rekindle.measuring import interpreter, measure, profile_cache

@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from rekindle.captured_step import CapturedStep
 from rekindle.core.cost.profile import Profile
 from rekindle.core.graph.graph import StepGraph
 from rekindle.core.graph.schedule import Plan
 from rekindle.core.graph.simulate import Trace, simulate
 from rekindle.core.memory.layout import layout
-from rekindle.engines.captured_step import CapturedStep
 from rekindle.errors import ReportError
 from rekindle.measuring.timing import Measurement, measure
 from rekindle.report import plan_html

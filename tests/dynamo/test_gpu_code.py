@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from rekindle.dynamo.aot import CHECKED_ON
+from rekindle.torch_internals import CHECKED_ON
 
-PROGRAM = Path(__file__).with_name("gpu_code.py")
+PROGRAM = Path(__file__).parents[1] / "support" / "gpu_code.py"
 
 pytestmark = [
     pytest.mark.skipif(

@@ -13,7 +13,7 @@ from support.square_step import square_step as train_step
 from torch import nn
 
 import rekindle
-from rekindle.engines import captured_step as steps
+from rekindle import captured_step as steps
 from rekindle.engines import expandable_segments, select_engine
 from rekindle.engines.cudagraph.graph_engine import CudaGraphEngine
 from rekindle.engines.expandable_segments import Growing, growing_for, tidy

@@ -278,7 +278,7 @@ BARE_CHILD = """
 import logging, sys
 sys.path[:0] = sys.argv[1:3]
 logging.basicConfig(level=logging.WARNING)
-from fx import test_inductor
+from engines import test_inductor
 plain, found = (test_inductor.trained("layers", engine=each) for each in (None, "inductor"))
 assert not found.step.captured.is_compiled
 assert not test_inductor.differences(plain.state, found.state)
@@ -305,7 +305,7 @@ import sys
 sys.path[:0] = sys.argv[1:3]
 import json, torch
 torch.set_num_threads(1)
-from fx import test_inductor
+from engines import test_inductor
 from torch._dynamo.utils import counters
 found = test_inductor.trained("layers")
 results = [found.state[f"result {i}"].item().hex() for i in range(3)]

@@ -16,7 +16,7 @@ from support.equality import assert_trains_the_same
 from torch import nn
 
 import rekindle
-import rekindle.engines.captured_step
+import rekindle.captured_step
 
 Made = tuple[nn.Module, torch.optim.Optimizer]
 
@@ -68,8 +68,8 @@ def test_graph_stays_that_of_the_first_batch() -> None:
 
 def test_no_more_than_the_bound_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step fed with ever new shapes must not grow without end, and must stay right."""
-    assert rekindle.engines.captured_step.MAX_VARIANTS == 16
-    monkeypatch.setattr(rekindle.engines.captured_step, "MAX_VARIANTS", 3)
+    assert rekindle.captured_step.MAX_VARIANTS == 16
+    monkeypatch.setattr(rekindle.captured_step, "MAX_VARIANTS", 3)
     step = assert_trains_the_same(classify, made, labelled(2, 3, 4, 5, 6, 2, 6, 3))
     assert step.n_captures == 3
 

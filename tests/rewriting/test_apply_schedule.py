@@ -20,7 +20,6 @@ from rekindle.core.cost.devices import find_device
 from rekindle.core.cost.roofline import analytic_profile
 from rekindle.core.graph.graph import StepGraph
 from rekindle.core.graph.schedule import Plan
-from rekindle.engines import rng
 from rekindle.errors import RewriteError
 from rekindle.measuring.bitwise_compare import compare, differences, state_of
 from rekindle.planners.finish import finish
@@ -28,6 +27,7 @@ from rekindle.planners.lowering import Choices, choices
 from rekindle.planners.problem import Problem, problem_of
 from rekindle.rewriting.apply_schedule import RewrittenStep, rewrite
 from rekindle.rewriting.verify import check_rewritten
+from rekindle.tracing import rng
 from rekindle.tracing.recording import Recording
 
 Parts = tuple[Callable[..., Any], nn.Module, torch.optim.Optimizer, Any]

@@ -303,7 +303,7 @@ class AfterCall(Traced):
 
 def test_an_interrupt_after_any_call_before_the_first_operator() -> None:
     """Nothing has happened then; above all, the step does not take itself to be running still."""
-    files = ("rekindle/train.py", "fx/step.py", "fx/guard.py", "fx/tree.py")
+    files = ("train_step.py", "captured_step.py", "tracing/guard.py", "batch_tree.py")
     trial = chain_trial("planned", make=momentum)
     trial.train()
     n_calls: list[int] = []
@@ -327,7 +327,7 @@ def test_an_interrupt_after_any_call_before_the_first_operator() -> None:
 
 def interrupted_at_lines(trial: Trial, *, every: int = 1) -> dict[str, set[str]]:
     """Interrupt steps at lines of the code around and in the optimizer; by outcome, which."""
-    files = ("fx/execute.py", "fx/interrupts.py", *AtLine.OPTIMIZERS)
+    files = ("engines/program.py", "defer_sigint.py", *AtLine.OPTIMIZERS)
     with AtLine(*files) as lines:
         trial.step(trial.batch)
     assert trial.outcome() == AFTER

@@ -191,7 +191,7 @@ RESUME = """
 import sys
 import torch
 torch.set_num_threads(1)
-from test_state import make_batch, made, train_step
+from test_step_state import make_batch, made, train_step
 from rekindle.measuring.bitwise_compare import state_of
 import rekindle
 

@@ -12,6 +12,7 @@ import torch
 
 import rekindle
 from rekindle import models
+from rekindle.captured_step import CapturedStep
 from rekindle.cli.options import (
     SAVED_SUFFIX,
     BatchOption,
@@ -27,7 +28,6 @@ from rekindle.cli.options import (
 from rekindle.cli.output import new_console, print_written, working, write_json
 from rekindle.core.cost.devices import find_device
 from rekindle.core.cost.profile import Profile
-from rekindle.engines.captured_step import CapturedStep
 from rekindle.errors import ModelError
 from rekindle.measuring.meters import peak_bytes
 from rekindle.models.zoo.catalog import MODELS, did_you_mean

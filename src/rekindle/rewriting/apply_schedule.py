@@ -18,11 +18,10 @@ from torch import fx
 
 from rekindle.core.graph.graph import TOGETHER_TARGET, UPDATE_TARGET, Op, StepGraph
 from rekindle.core.graph.schedule import Free, ResolvedCompute, Schedule, resolve
-from rekindle.engines import rng
-from rekindle.engines.codegen import last_uses
 from rekindle.rewriting import multi_tensor
+from rekindle.rewriting.codegen import last_uses
 from rekindle.torch_internals import OpOverload
-from rekindle.tracing import operators
+from rekindle.tracing import operators, rng
 from rekindle.tracing.recording import Recording
 from rekindle.tracing.tape import Call, OptimizerCall
 

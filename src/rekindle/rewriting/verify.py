@@ -18,12 +18,11 @@ from torch import fx
 
 from rekindle.core.graph.graph import TOGETHER_TARGET, StepGraph
 from rekindle.core.graph.schedule import Compute, Schedule
-from rekindle.engines import rng
 from rekindle.errors import RewriteError
 from rekindle.rewriting import multi_tensor
 from rekindle.rewriting.apply_schedule import RewrittenStep
 from rekindle.torch_internals import OpOverload
-from rekindle.tracing import operators
+from rekindle.tracing import operators, rng
 from rekindle.tracing.recording import Recording
 from rekindle.tracing.tape import Call, Kind, OptimizerCall
 

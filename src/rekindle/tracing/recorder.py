@@ -19,7 +19,6 @@ import torch
 from torch import fx
 
 from rekindle.core.graph.graph import Source
-from rekindle.engines import rng
 from rekindle.errors import CaptureError
 from rekindle.torch_internals import (
     FakeTensor,
@@ -29,7 +28,7 @@ from rekindle.torch_internals import (
     disable_current_modes,
     get_sequence_nr,
 )
-from rekindle.tracing import fake_overrides, operators, user_line
+from rekindle.tracing import fake_overrides, operators, rng, user_line
 from rekindle.tracing.constant_values import KnownValues
 from rekindle.tracing.tape import Call, Entry, Kind, Meta, StorageMeta, Tape
 

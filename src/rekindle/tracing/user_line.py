@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 import torch
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep  # not torchvision
-_REKINDLE_LAYERS = tuple(
-    str(Path(__file__).parents[1] / part)
-    for part in ("fx", "api.py", "arrange.py", "train.py", f"cli{os.sep}")
-)
-_MACHINERY = (_TORCH, *_REKINDLE_LAYERS, "<")  # "<" starts names of generated code
+_PACKAGE = Path(__file__).parents[1]
+# The zoo's models stand for a user's own.
+_REKINDLE = tuple(str(path) for path in _PACKAGE.iterdir() if path.name != "models")
+_MACHINERY = (_TORCH, *_REKINDLE, "<")  # "<" starts names of generated code
 _LIBRARIES = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 _LOSS_FUNCTIONS = frozenset(
     {

@@ -26,7 +26,6 @@ from torch import fx
 from rekindle.core.cost.profile import Profile
 from rekindle.core.graph.graph import StepGraph
 from rekindle.core.graph.schedule import Plan
-from rekindle.engines import rng
 from rekindle.engines.cudagraph.allocation_requests import AllocationRequests
 from rekindle.engines.cudagraph.arena import CudaMemory, CudaPool, Memory, SteeredCapture
 from rekindle.engines.cudagraph.graph_parts import Part, split
@@ -36,6 +35,7 @@ from rekindle.engines.gc_pause import collected_later
 from rekindle.engines.program import Program
 from rekindle.measuring.meters import clear_workspaces
 from rekindle.torch_internals import global_optimizer_post_hooks, global_optimizer_pre_hooks
+from rekindle.tracing import rng
 from rekindle.tracing.tape import Kind
 
 log = logging.getLogger("rekindle")

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from rekindle.engines import rng
 from rekindle.rewriting.apply_schedule import RewrittenStep
+from rekindle.tracing import rng
 from rekindle.tracing.recording import Recording
 
 _HOST_CALLS = (rng.get_state, rng.set_state)  # of a step that saves random state itself

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from rekindle.engines import rng
 from rekindle.engines.cudagraph.graph_parts import Part
 from rekindle.engines.program import Program
+from rekindle.tracing import rng
 
 Source = torch.Generator | str
 

@@ -9,11 +9,11 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
-from rekindle.engines import rng
 from rekindle.engines.inductor import decompositions
 from rekindle.engines.inductor.fusibility import KEEP_LONG_STATISTICS, is_fusible, is_simple
 from rekindle.engines.inductor.recording_builder import is_view
 from rekindle.torch_internals import OpOverload
+from rekindle.tracing import rng
 from rekindle.tracing.tape import Call, OptimizerCall, Tape
 
 aten = torch.ops.aten

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from rekindle.engines import rng
 from rekindle.torch_internals import FakeTensor, FakeTensorMode, OpOverload
-from rekindle.tracing import fake_overrides, operators
+from rekindle.tracing import fake_overrides, operators, rng
 from rekindle.tracing.module_effects import Effect
 from rekindle.tracing.recording import GradUse, Recording
 from rekindle.tracing.tape import Call, Entry, Meta, OptimizerCall, StorageMeta, Tape
