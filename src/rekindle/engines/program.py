@@ -39,7 +39,13 @@ from rekindle.tracing.tape import Kind
 
 
 class Program:
-    """A recorded step, ready to run: as it was recorded, or as a plan has rewritten it."""
+    """A recorded step as generated code: as it was recorded, or as a plan has rewritten it.
+
+    It is an `Engine` itself, the one without CUDA graphs.
+    """
+
+    peak_bytes = 0  # not known: the allocator counts it
+    is_steered = False
 
     def __init__(
         self,
@@ -80,6 +86,14 @@ class Program:
         with self.running(state), self.as_code():
             outputs = self._run(batch, state, ())
         return self.finish(outputs, state)
+
+    @property
+    def program(self) -> Program:
+        """The generated code that an engine runs, or falls back to."""
+        return self
+
+    def give_up(self, reason: str) -> None:
+        """Nothing to do: generated code has nothing to fall back to."""
 
     @contextmanager
     def running(self, state: list[torch.Tensor]) -> Iterator[None]:
