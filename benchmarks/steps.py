@@ -118,7 +118,7 @@ def planned(
     for _ in range(3):
         step(parts[3])
     torch.cuda.synchronize()
-    runs = step.captured._first.engine
+    runs = step.captured.first.engine
     reserved = torch.cuda.memory_reserved()
     found = measure(lambda: step(parts[3]), device=DEVICE, steps=8, warmup=1)
     is_graphed = isinstance(runs, CudaGraphEngine)

@@ -11,11 +11,10 @@ from torch import nn
 
 import rekindle
 from rekindle import models
-from rekindle.captured_step import PlannedStep
-from rekindle.engines.select_engine import EngineMaker
+from rekindle.engines.select_engine import EngineFactory
 from rekindle.errors import InfeasibleBudget, PlanError, ProfileError
 from rekindle.measuring.bitwise_compare import compare
-from rekindle.pipeline import Arranger
+from rekindle.pipeline import PlannedStep, PlanRequest, plan_step
 
 CPU = torch.device("cpu")
 
@@ -26,7 +25,7 @@ def parts(name: str = "resnet-tiny", **sizes: int) -> tuple[Any, ...]:
     return work.train_step, work.model, work.optimizer, work.batch
 
 
-class Holding(EngineMaker):
+class Holding(EngineFactory):
     """Engines whose graphs hold so many bytes beside a step."""
 
     has_graphs = True  # type: ignore[assignment]
@@ -74,12 +73,12 @@ def test_a_step_that_takes_more_than_its_budget_is_planned_once_more(
         step = rekindle.optimize(*given, budget="75%", profile=profile)
         assert step.plan is not None
         assert step.budget_bytes is not None
-        first, variant = step.plan, step.captured._first
+        first, captured = step.plan, step.captured
         forecast = first.peak_bytes
-        variant._hold_to_budget(step.budget_bytes)
+        captured.hold_to_budget(captured.first, step.budget_bytes)
         assert step.plan is first  # within the budget: nothing to do
         measured = step.budget_bytes + 100_000
-        variant._hold_to_budget(measured)
+        captured.hold_to_budget(captured.first, measured)
         assert step.plan is not first
         assert step.plan.peak_bytes <= step.budget_bytes
         assert step.profile is not None  # what was not forecast is taken to be there all the time
@@ -98,9 +97,9 @@ def test_where_there_is_no_other_plan_the_first_stays(
 ) -> None:
     step = rekindle.optimize(*parts(), budget="70%", profile=profile)
     first = step.plan
-    step.captured._first._hold_to_budget(10**9)
+    step.captured.hold_to_budget(step.captured.first, 10**9)
     assert step.plan is first
-    assert "there is no other plan with room for that" in caplog.text
+    assert "no plan leaves room for that" in caplog.text
 
 
 def test_a_plan_or_profile_is_for_what_is_captured_first(profile: Any) -> None:
@@ -113,7 +112,7 @@ def test_a_plan_or_profile_is_for_what_is_captured_first(profile: Any) -> None:
     step(given[3])
     step(parts(batch=12)[3])
     assert step.n_captures == 2
-    other = list(step.captured._variants.values())[-1][0].arranged
+    other = step.captured.variants[-1].planned
     assert other is not None
     assert other.profile is not None
     assert other.budget_bytes == first.plan.budget_bytes  # type: ignore[union-attr]
@@ -128,7 +127,7 @@ def test_what_belongs_to_another_step_is_refused(profile: Any) -> None:
     with pytest.raises(PlanError, match="not both"):
         rekindle.optimize(*parts(), plan=plan, budget="75%")
     with pytest.raises(PlanError, match="planner"):
-        Arranger("75%", "no such planner")
+        rekindle.optimize(*parts(), budget="75%", planner="no such planner")
 
 
 def test_bytes_that_an_engine_holds_count(profile: Any) -> None:
@@ -136,8 +135,13 @@ def test_bytes_that_an_engine_holds_count(profile: Any) -> None:
     captured = rekindle.capture(*parts())
     budget = int(0.75 * rekindle.simulate(captured.graph, profile).peak_bytes)
     found = [
-        Arranger(budget, "auto", profile).arrange(
-            captured.recording, captured.graph, [], CPU, Holding(extra)
+        plan_step(
+            captured.recording,
+            captured.graph,
+            [],
+            CPU,
+            Holding(extra),
+            PlanRequest(budget, profile=profile),
         )
         for extra in (0, 500_000)
     ]
@@ -145,9 +149,8 @@ def test_bytes_that_an_engine_holds_count(profile: Any) -> None:
     assert found[1].profile is not None
     assert found[1].profile.overhead_bytes == 500_000
     assert found[1].plan.recompute_us > found[0].plan.recompute_us
-    given = Arranger(budget, "auto", profile, found[1].plan).arrange(
-        captured.recording, captured.graph, [], CPU, Holding(500_000)
-    )
+    request = PlanRequest(budget, profile=profile, plan=found[1].plan)
+    given = plan_step(captured.recording, captured.graph, [], CPU, Holding(500_000), request)
     assert given.profile == found[1].profile  # so that its forecast is the same
 
 
@@ -166,19 +169,18 @@ def test_what_graphs_hold_does_not_count_where_there_are_none() -> None:
     graph, recording = captured.graph, captured.recording
     profile = rekindle.profile(captured, cache=False, runs=1)
 
-    def arrange(budget: int, extra: int) -> PlannedStep:
-        return Arranger(budget, "auto", profile).arrange(recording, graph, [], CPU, Holding(extra))
+    def planned(budget: int, extra: int, plan: rekindle.Plan | None = None) -> PlannedStep:
+        request = PlanRequest(budget, profile=profile, plan=plan)
+        return plan_step(recording, graph, [], CPU, Holding(extra), request)
 
     with pytest.raises(InfeasibleBudget) as raised:
-        arrange(1, 0)
+        planned(1, 0)
     least = raised.value.least_peak_bytes
     for extra in (0, 10 * least):
-        found = arrange(least, extra)
+        found = planned(least, extra)
         assert found.graph.early_updates
         assert found.plan.peak_bytes == least
-        given = Arranger(least, "auto", profile, found.plan).arrange(
-            recording, graph, [], CPU, Holding(extra)
-        )
+        given = planned(least, extra, found.plan)
         assert given.profile == found.profile
     with pytest.raises(InfeasibleBudget):
-        arrange(least - 1, 0)
+        planned(least - 1, 0)

@@ -25,7 +25,7 @@ from rekindle.core.memory.layout import layout as lay_out
 from rekindle.core.memory.layout_check import check_layout
 from rekindle.errors import PlanError, ProfileError
 from rekindle.measuring.bitwise_compare import compare
-from rekindle.pipeline import Arranger, measured_profile
+from rekindle.pipeline import PlanRequest, measured_profile
 from rekindle.planners.registry import find_planner
 from rekindle.train_step import TrainStep
 from rekindle.units import parse_budget
@@ -110,9 +110,9 @@ def optimize(
         raise PlanError("a plan has its budget with it: give a budget or a plan, not both.")
     within = plan.budget_bytes if plan is not None else budget
     assert within is not None
-    arranger = Arranger(within, planner, profile, plan)
+    request = PlanRequest(within, planner, profile, plan)
     parts = (train_step, model, optimizer, batch)
-    return TrainStep(CapturedStep(*parts, arranger=arranger, engine=engine, progress=progress))
+    return TrainStep(CapturedStep(*parts, request=request, engine=engine, progress=progress))
 
 
 def verify(

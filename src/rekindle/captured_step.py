@@ -1,4 +1,4 @@
-"""The captured training step as the user meets it: call it with a batch."""
+"""The captured training step as the user calls it with batches."""
 
 from __future__ import annotations
 
@@ -7,192 +7,35 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from rekindle.core.cost.profile import Profile
 from rekindle.core.graph.graph import StepGraph
-from rekindle.core.graph.liveness import analyze
-from rekindle.core.graph.schedule import Plan
-from rekindle.core.graph.simulate import simulate
-from rekindle.core.memory.layout import schedule_of
-from rekindle.engines.cudagraph.graph_engine import CudaGraphEngine
-from rekindle.engines.expandable_segments import growing_for
-from rekindle.engines.program import Program
-from rekindle.engines.select_engine import Engine, EngineMaker
+from rekindle.engines.engine import EngineInfo
+from rekindle.engines.select_engine import EngineFactory
 from rekindle.errors import RekindleError
 from rekindle.measuring.timing import tensors_around
-from rekindle.rewriting.apply_schedule import rewrite
+from rekindle.pipeline import PlannedStep, PlanRequest, Variant, device_of, prepare_step, replan
 from rekindle.rewriting.early_updates import is_one_by_one
-from rekindle.rewriting.step_forms import improved
-from rekindle.rewriting.verify import check_rewritten
 from rekindle.tracing import batch_tree, user_line
-from rekindle.tracing.guard import Guard, signature
-from rekindle.tracing.lift import lift
+from rekindle.tracing.guard import signature
 from rekindle.tracing.preconditions import Checks
 from rekindle.tracing.recording import Recording
-from rekindle.tracing.trace import record
 from rekindle.units import format_bytes
 
 log = logging.getLogger("rekindle")
-
-MAX_VARIANTS = 16
-"""How many captures a step keeps, for different batch shapes and modes; the oldest go first."""
-
-
-class PlannedStep(NamedTuple):
-    """What was decided about a captured step; a plan from elsewhere may come without costs.
-
-    `graph` is the step that is planned and runs, `profile` what its ops cost: it may do in place
-    and early what the captured one, whose costs are `captured_profile`, does not.
-    """
-
-    plan: Plan
-    graph: StepGraph
-    profile: Profile | None
-    captured_profile: Profile | None
-    budget_bytes: int
-
-
-class Arranger(Protocol):
-    """Decides how captured steps run."""
-
-    def arrange(
-        self,
-        recording: Recording,
-        graph: StepGraph,
-        batch: list[torch.Tensor],
-        device: torch.device,
-        engines: EngineMaker,
-    ) -> PlannedStep:
-        """Decide about a captured step, given its batch's tensors and how it will run."""
-
-    def again(self, before: PlannedStep, peak_bytes: int) -> PlannedStep | None:
-        """Decide anew after a step has needed more than its budget."""
-
-
-class Variant:
-    """One capture: valid for one batch signature and one form of the user's objects."""
-
-    def __init__(
-        self,
-        recording: Recording,
-        batch: list[torch.Tensor],
-        device: torch.device,
-        arranger: Arranger | None,
-        engines: EngineMaker,
-        *,
-        improves: bool,
-    ) -> None:
-        self.graph: StepGraph = lift(recording)
-        self._improves = improves
-        self.recording = recording
-        self._arranger = arranger
-        self._engines = engines
-        self._device = device
-        self.arranged: PlannedStep | None = None
-        if arranger is not None:
-            self.arranged = arranger.arrange(recording, self.graph, batch, device, engines)
-        self.engine = self._planned()
-        self.guard = Guard(recording)
-        self._is_first = True
-        self._is_second_plan = False
-
-    @property
-    def program(self) -> Program:
-        """The generated code."""
-        return self.engine.program if isinstance(self.engine, CudaGraphEngine) else self.engine
-
-    def fetch(self) -> list[torch.Tensor] | None:
-        """The tensors around the step; None if the user's objects are not as they were."""
-        if self.program.is_early and not is_one_by_one(self.recording.around.optimizer):
-            self.guard.reason = "somebody watches the optimizer's steps now"
-            return None
-        return self.guard.fetch()
-
-    def run(self, batch: list[torch.Tensor], state: list[torch.Tensor]) -> Any:
-        """Run one step. The first one under a budget is watched, where that costs nothing."""
-        if self._is_first and self.arranged and self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
-            result = self.engine(batch, state)
-            seen = self.engine.peak_bytes if isinstance(self.engine, CudaGraphEngine) else 0
-            self._hold_to_budget(max(seen, torch.cuda.max_memory_allocated(self._device)))
-        else:
-            result = self.engine(batch, state)
-            self._hold_graphs_to_budget()
-        self._is_first = False
-        return result
-
-    def _hold_graphs_to_budget(self) -> None:
-        """Plan once more if graphs need more than the budget; then do without them."""
-        if isinstance(self.engine, CudaGraphEngine) and self.arranged:
-            over = self.engine.peak_bytes - self.arranged.budget_bytes
-            if over > 0 and not self._hold_to_budget(self.engine.peak_bytes):
-                self.engine.give_up(f"they need {format_bytes(over)} more than the budget")
-
-    def _hold_to_budget(self, peak_bytes: int) -> bool:
-        """Plan anew, once, if a step has needed more than the budget; returns whether it did."""
-        assert self.arranged is not None
-        assert self._arranger is not None
-        budget_bytes = self.arranged.budget_bytes
-        if peak_bytes <= budget_bytes or self._is_second_plan:
-            return False
-        log.warning(
-            "the step took %s, and the budget is %s (%s was forecast)",
-            format_bytes(peak_bytes),
-            format_bytes(budget_bytes),
-            format_bytes(self.arranged.plan.peak_bytes),
-        )
-        arranged = self._arranger.again(self.arranged, peak_bytes)
-        if arranged is None:
-            return False
-        log.warning("planned again, for %s less", format_bytes(peak_bytes - budget_bytes))
-        self.arranged, self._is_second_plan = arranged, True
-        self.engine = self._planned()
-        return True
-
-    def _planned(self) -> Engine:
-        """The step as it was arranged, on its engine."""
-        if self.arranged is not None:
-            graph, schedule = self.arranged.graph, self.arranged.plan.schedule
-        elif self._improves:
-            graph = improved(self.recording, self.graph)
-            schedule = tuple(schedule_of(graph, None))
-        else:
-            optimizer_bytes = analyze(self.graph).optimizer_bytes()
-            return self._engines.make(Program(self.recording, None, optimizer_bytes), self.graph)
-        listing = rewrite(self.recording, graph, schedule)
-        check_rewritten(self.recording, graph, listing, schedule)
-        growing = None
-        if self.arranged is not None:
-            growing = growing_for(self.arranged.plan.peak_bytes, self._device)
-        program = Program(self.recording, listing, self._optimizer_bytes(), growing)
-        known = (self.arranged.plan, self.arranged.profile) if self.arranged else (None, None)
-        return self._engines.make(program, graph, *known)
-
-    def _optimizer_bytes(self) -> list[int]:
-        """What is allocated from the first update on, beyond what is there then."""
-        if self.arranged is None:
-            return analyze(self.graph).optimizer_bytes()
-        plan, graph, profile, *_ = self.arranged
-        updates = graph.early_updates
-        if not updates or profile is None:
-            return analyze(graph).optimizer_bytes()
-        trace = simulate(graph, profile, plan)
-        first = int(np.argmax(trace.ops == updates[0]))
-        more = trace.live_bytes[first:].max() - trace.live_bytes[first]
-        return [int(more) + int(profile.workspaces_bytes[updates[0]])]
 
 
 class CapturedStep:
     """A training step captured as one graph. Call it with a batch, as often as you like.
 
-    The first batch decides what is captured first; a batch of another shape, or a model switched
-    between training and evaluation mode, is captured anew and kept beside the others.
+    A batch of another shape, or a model switched between training and evaluation mode, is captured
+    when it is first met. Up to `max_captures` captures are kept; the oldest is dropped first.
     """
+
+    max_captures: int = 16
 
     def __init__(
         self,
@@ -202,81 +45,89 @@ class CapturedStep:
         batch: Any,
         *,
         as_on_gpu: bool = False,
-        arranger: Arranger | None = None,
+        request: PlanRequest | None = None,
         engine: str = "python",
         improves: bool = False,
         progress: Callable[[str], None] | None = None,
     ) -> None:
-        """Without an `arranger` the step runs as it was captured, unless it `improves` it."""
+        """Without a `request` nothing is dropped; see `prepare_step`."""
         check_types(train_step, model, optimizer)
-        self._arranger = arranger
+        self._request = request
         self._improves = improves
         self._train_step = train_step
         self._model = model
-        self._engines = EngineMaker(engine, self.device, progress or log.info)
+        self._engines = EngineFactory(engine, self.device, progress or log.info)
         self._optimizer = optimizer
         self.is_forecast = as_on_gpu
         self._variants: OrderedDict[Hashable, list[Variant]] = OrderedDict()
         self._lock = threading.Lock()
         self._caller: object | None = None  # whose call is running
-        self._has_forgotten = False
+        self._has_dropped = False
         flat = batch_tree.flatten(batch)
         Checks(user_line.definition(train_step)).batch(flat.structure)
-        self._first = self._capture(batch, self._key(flat))
+        self.first = self._capture(batch, self._key(flat))
         self._first_batch = [weakref.ref(tensor) for tensor in flat.tensors]
 
     @property
     def graph(self) -> StepGraph:
         """The step that was captured first, as a torch-free graph."""
-        return self._first.graph
+        return self.first.graph
 
     @property
     def n_captures(self) -> int:
         """How many captures are kept: one for each batch signature and mode met so far."""
-        return sum(len(variants) for variants in self._variants.values())
+        return len(self.variants)
 
     @property
-    def arranged(self) -> PlannedStep | None:
-        """The profile and plan of what was captured first; None where nothing is dropped."""
-        return self._first.arranged
+    def variants(self) -> list[Variant]:
+        """The captures that are kept, grouped by batch signature, the last used at the end."""
+        return [variant for variants in self._variants.values() for variant in variants]
+
+    @property
+    def planned(self) -> PlannedStep | None:
+        """The profile and plan of the first capture; None if there is no budget."""
+        return self.first.planned
+
+    @property
+    def engine_info(self) -> EngineInfo:
+        """What runs the first capture, and why."""
+        return self._engines.info(self.first.engine)
 
     @property
     def is_compiled(self) -> bool:
-        """Whether what runs has been compiled, and may round differently from the plain step."""
+        """True if ops are compiled, so that they may round differently from the plain step."""
         return self._engines.is_compiled
 
     @property
     def device(self) -> torch.device:
-        """Where the model lies."""
-        return next((p.device for p in self._model.parameters()), torch.device("cpu"))
+        """The device of the model's parameters."""
+        return device_of(self._model)
 
     @property
     def graphs_peak_bytes(self) -> int:
-        """What the step needed when it was captured in CUDA graphs; 0 where it was not.
+        """The peak of the step when it was captured in CUDA graphs; 0 without graphs.
 
-        A replay uses the same memory, but the allocator does not count it. Before the capture, it
-        is what the first step needed, if that was watched: the allocator's count does not show it.
+        The allocator does not count the memory of a replay. Before the capture, it is the peak of
+        the first step, if that was watched.
         """
-        engines = [v.engine for variants in self._variants.values() for v in variants]
-        return max((e.peak_bytes for e in engines if isinstance(e, CudaGraphEngine)), default=0)
+        return max((variant.engine.peak_bytes for variant in self.variants), default=0)
 
     @property
     def is_steered(self) -> bool:
-        """Whether what the first capture makes lies in an arena of CUDA graphs, once they are."""
-        engine = self._first.engine
-        return isinstance(engine, CudaGraphEngine) and engine.is_steered
+        """True if the first capture's CUDA graphs have planned addresses in one arena."""
+        return self.first.engine.is_steered
 
     @property
     def recording(self) -> Recording:
-        """What the first capture recorded."""
-        return self._first.recording
+        """The recording of the first capture."""
+        return self.first.recording
 
     def around(self, batch: Any) -> list[Any]:
-        """The tensors that are there before a step on this batch."""
+        """The tensors that are live before a step on this batch."""
         return tensors_around(self._model, self._optimizer, batch)
 
     def first_batch(self) -> list[torch.Tensor] | None:
-        """The tensors of the batch captured first, if the user still holds them all."""
+        """The tensors of the first captured batch; None if the user has freed any of them."""
         tensors = [tensor() for tensor in self._first_batch]
         found = [tensor for tensor in tensors if tensor is not None and not tensor.is_meta]
         return found if len(found) == len(tensors) else None
@@ -284,7 +135,7 @@ class CapturedStep:
     @property
     def code(self) -> str:
         """The generated Python code that runs for the first captured batch."""
-        return self._first.program.source
+        return self.first.engine.program.source
 
     def __call__(self, batch: Any) -> Any:
         """Train on one batch; returns what the user's function returns."""
@@ -312,20 +163,49 @@ class CapturedStep:
         flat = batch_tree.flatten(batch)
         key = self._key(flat)
         for variant in self._known(key, flat.structure):
-            state = variant.fetch()
+            state = _state_of(variant)
             if state is not None:
                 self._variants.move_to_end(key)
-                return variant.run(flat.tensors, state)
+                return self._run_variant(variant, flat.tensors, state)
         variant = self._capture(batch, key)
-        state = variant.fetch()
+        state = _state_of(variant)
         if state is None:
             raise RekindleError(
                 f"the step cannot be told from a changed one: {variant.guard.reason}"
             )
-        return variant.run(flat.tensors, state)
+        return self._run_variant(variant, flat.tensors, state)
+
+    def _run_variant(
+        self, variant: Variant, batch: list[torch.Tensor], state: list[torch.Tensor]
+    ) -> Any:
+        """Run one step; on CUDA, the first one under a budget is measured and held to it."""
+        is_watched = variant.planned and not variant.has_run and variant.device.type == "cuda"
+        if is_watched:
+            torch.cuda.reset_peak_memory_stats(variant.device)
+        result = variant.engine(batch, state)
+        if is_watched:
+            allocated_bytes = torch.cuda.max_memory_allocated(variant.device)
+            self.hold_to_budget(variant, max(variant.engine.peak_bytes, allocated_bytes))
+        elif variant.planned and variant.engine.peak_bytes > variant.planned.budget_bytes:
+            self._hold_graphs_to_budget(variant)
+        variant.has_run = True
+        return result
+
+    def hold_to_budget(self, variant: Variant, peak_bytes: int) -> bool:
+        """Replan a variant, once, if a step's peak exceeds the budget; True if it was replanned."""
+        assert self._request is not None
+        return replan(variant, peak_bytes, self._engines, self._request)
+
+    def _hold_graphs_to_budget(self, variant: Variant) -> None:
+        """Replan once if CUDA graphs exceed the budget; if they still do, run without them."""
+        engine, planned = variant.engine, variant.planned
+        assert planned is not None
+        if not self.hold_to_budget(variant, engine.peak_bytes):
+            over = format_bytes(engine.peak_bytes - planned.budget_bytes)
+            engine.give_up(f"they need {over} more than the budget")
 
     def _key(self, flat: batch_tree.Flat) -> Hashable:
-        """All that a capture depends on, but for the tensors around the step."""
+        """What a capture depends on, except for the tensors of model and optimizer."""
         return (
             tuple(signature(tensor) for tensor in flat.tensors),
             flat.structure.key(),
@@ -344,35 +224,36 @@ class CapturedStep:
 
     def _capture(self, batch: Any, key: Hashable) -> Variant:
         others = self._variants.get(key)
-        recording = record(
-            self._train_step, self._model, self._optimizer, batch, as_on_gpu=self.is_forecast
-        )
-        tensors = batch_tree.flatten(batch).tensors
-        variant = Variant(
-            self._engines.prepare(recording),
-            tensors,
-            self.device,
-            self._arranger,
+        variant = prepare_step(
+            self._train_step,
+            self._model,
+            self._optimizer,
+            batch,
             self._engines,
+            self._request,
             improves=self._improves,
+            as_on_gpu=self.is_forecast,
         )
+        if self._request is not None:
+            self._request = self._request.without_results()
         if others:
-            log.info("captured the step anew: %s", others[-1].guard.reason)
+            log.info("captured the step again: %s", others[-1].guard.reason)
         elif self._variants:
+            tensors = batch_tree.flatten(batch).tensors
             shapes = ", ".join(str(tuple(t.shape)) for t in tensors)
-            log.info("captured the step anew, for a batch of shape %s", shapes)
+            log.info("captured the step again, for a batch of shape %s", shapes)
         self._variants.setdefault(key, []).append(variant)
-        self._forget_oldest()
+        self._drop_oldest()
         return variant
 
-    def _forget_oldest(self) -> None:
-        while self.n_captures > MAX_VARIANTS:
-            if not self._has_forgotten:
-                self._has_forgotten = True
+    def _drop_oldest(self) -> None:
+        while self.n_captures > self.max_captures:
+            if not self._has_dropped:
+                self._has_dropped = True
                 log.warning(
                     "more than %d captures: something changes at every step (a shape, a number or "
                     "text in the batch, an attribute of a module), and each change costs a capture",
-                    MAX_VARIANTS,
+                    self.max_captures,
                 )
             key, variants = next(iter(self._variants.items()))
             variants.pop(0)
@@ -380,8 +261,16 @@ class CapturedStep:
                 del self._variants[key]
 
 
+def _state_of(variant: Variant) -> list[torch.Tensor] | None:
+    """The tensors of the model and optimizer; None if they are not as they were captured."""
+    if variant.engine.program.is_early and not is_one_by_one(variant.recording.around.optimizer):
+        variant.guard.reason = "there are hooks on the optimizer's steps now"
+        return None
+    return variant.guard.fetch()
+
+
 def check_types(train_step: Any, model: Any, optimizer: Any) -> None:
-    """Refuse what is no training step, model or optimizer, or in another order."""
+    """Refuse arguments of wrong types, or in the wrong order."""
     for name, value, kind in (
         ("model", model, nn.Module),
         ("optimizer", optimizer, torch.optim.Optimizer),

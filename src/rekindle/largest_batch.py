@@ -42,7 +42,7 @@ from rekindle.core.graph.schedule import Plan
 from rekindle.core.graph.simulate import ROLES, Trace, simulate
 from rekindle.engines.gc_pause import collected_later
 from rekindle.errors import InfeasibleBudget, PlanError, ProfileError
-from rekindle.pipeline import Captured, measured_profile, plan_within
+from rekindle.pipeline import CapturedCosts, measured_profile, plan_within
 from rekindle.planners.registry import Planner, find_planner
 from rekindle.rewriting.step_forms import improved, with_early_updates
 from rekindle.tracing import batch_tree
@@ -140,7 +140,7 @@ class _Step:
     """
 
     def __init__(
-        self, sized: Sized, captured: Captured, make: Planner, bytes_per_sample: Floats
+        self, sized: Sized, captured: CapturedCosts, make: Planner, bytes_per_sample: Floats
     ) -> None:
         """`sized` is the form that is planned; `bytes_per_sample` is of each of its storages."""
         self.batch, self.form = sized
@@ -181,7 +181,7 @@ class _Step:
         """What is there at the least peak whatever the batch."""
         trace = self.trace(self.least)
         there = self._bytes_per_sample[trace.alive_at(trace.peak_position)]
-        growing = int(self.batch * there.sum()) + self.captured.extra_bytes_of(self.form)
+        growing = int(self.batch * there.sum()) + self.captured.engine_bytes_of(self.form)
         if self.form.ops[trace.peak_op].phase is not Phase.OPTIMIZER:
             growing += self._costs.costs[trace.peak_op].workspace_bytes
         return trace.peak_bytes - growing
@@ -383,12 +383,12 @@ class _Search:
             form = with_early_updates(self.recording, form) or form
         return _Step(Sized(batch, form), captured, self.make, self.growth.bytes_per_sample)
 
-    def _captured(self, batch: int) -> Captured:
+    def _captured(self, batch: int) -> CapturedCosts:
         graph = self.growth.at(batch)
         profile = self._profile(graph, batch)
         inputs = _batch_bytes(graph)
         extra_bytes = inputs if profile.allocator == "cuda" else 0  # CUDA graphs have a copy
-        return Captured(graph, profile, self.budget_bytes, extra_bytes)
+        return CapturedCosts(graph, profile, self.budget_bytes, extra_bytes)
 
     def _profile(self, graph: StepGraph, batch: int) -> Profile:
         if self.costs is not None:

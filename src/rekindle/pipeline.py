@@ -1,37 +1,341 @@
-"""From a captured step to a planned one: profile, decide, and decide again where that failed."""
+"""The pipeline: from a user's training step to an engine that runs it within a budget.
+
+`prepare_step` has all stages in a row. Each is a call with a typed result; no stage starts another.
+The margin below the budget, the choice of the step's form, and replanning after an overshoot are
+one function each: `plan_within`, `choose_form` and `replan`.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from torch import nn
 
-from rekindle.captured_step import PlannedStep
 from rekindle.core.cost.profile import Profile
 from rekindle.core.graph.graph import Role, StepGraph
+from rekindle.core.graph.liveness import analyze
 from rekindle.core.graph.schedule import Plan
 from rekindle.core.graph.simulate import ROLES, simulate
+from rekindle.core.memory.layout import schedule_of
 from rekindle.core.rewrite.improve import carry_over
-from rekindle.engines.select_engine import EngineMaker
+from rekindle.engines.engine import Engine
+from rekindle.engines.expandable_segments import growing_for
+from rekindle.engines.program import Program
+from rekindle.engines.select_engine import EngineFactory
 from rekindle.errors import InfeasibleBudget, PlanError
 from rekindle.measuring import interpreter, measure, profile_cache
 from rekindle.measuring.meters import clear_workspaces
 from rekindle.planners.registry import Planner, find_planner
+from rekindle.rewriting.apply_schedule import rewrite
 from rekindle.rewriting.step_forms import improved, with_early_updates
+from rekindle.rewriting.verify import check_rewritten
+from rekindle.tracing import batch_tree
+from rekindle.tracing.guard import Guard
+from rekindle.tracing.lift import lift
 from rekindle.tracing.recording import Recording
+from rekindle.tracing.trace import record
 from rekindle.units import format_bytes, parse_budget
 
 log = logging.getLogger("rekindle")
 
-_QUICK_US = 5e6  # a step on the CPU that takes no longer is not worth a kept profile
-_MATTERS = 0.02  # of the peak: gradients that are less are not worth calling the optimizer for
-_CALL_US = 50.0  # what a call of the optimizer costs beside its kernels
-# How far the allocator may be above the forecast, as a share of the budget. CUDA's hands out blocks
-# of up to a mebibyte more than was asked for, as it happens to have them.
-_MARGINS = {"exact": 0.0005, "cuda": 0.005}
+# Gradients below this share of the peak do not justify further calls of the optimizer.
+GRADIENTS_OF_PEAK_RATIO = 0.02
+_QUICK_US = 5e6
+OPTIMIZER_CALL_US = 50.0  # host time of one call of the optimizer, without its kernels
+# How far allocations may exceed the forecast, as a share of the budget, by allocator: CUDA's may
+# hand out a cached block of up to a mebibyte more than was requested.
+MARGIN_RATIOS = {"exact": 0.0005, "cuda": 0.005}
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """The budget and planner that a user asks for, with a profile or plan made before, if any.
+
+    A profile or plan belongs to the first capture; later ones, for batches of other shapes, are
+    measured and planned: see `without_results`.
+    """
+
+    budget: int | str
+    planner: str = "auto"
+    profile: Profile | None = None
+    plan: Plan | None = None
+
+    def without_results(self) -> PlanRequest:
+        """The same request without profile and plan."""
+        return replace(self, profile=None, plan=None)
+
+
+class CapturedCosts(NamedTuple):
+    """A captured step's graph and profile, its budget, and the bytes that its engine holds."""
+
+    graph: StepGraph
+    profile: Profile
+    budget_bytes: int
+    engine_bytes: int
+
+    def costs_of(self, form: StepGraph) -> Profile:
+        """The profile of a form of the step, including the bytes that its engine holds."""
+        costs = carry_over(self.profile, self.graph, form)
+        held_bytes = self.engine_bytes_of(form)
+        return replace(costs, overhead_bytes=costs.overhead_bytes + held_bytes)
+
+    def engine_bytes_of(self, form: StepGraph) -> int:
+        """The bytes that a form's engine holds: early updates exclude graphs and their copies."""
+        return 0 if form.early_updates else self.engine_bytes
+
+
+class PlannedStep(NamedTuple):
+    """A captured step's plan, and the form of the step (`graph`, `profile`) that was planned.
+
+    `captured_profile` is of the graph as captured. A plan from a file may come without profiles.
+    """
+
+    plan: Plan
+    graph: StepGraph
+    profile: Profile | None
+    captured_profile: Profile | None
+    budget_bytes: int
+
+
+@dataclass(eq=False)
+class Variant:
+    """One capture, ready to run: valid for one batch signature and one state of the user's objects.
+
+    `planned` and `engine` change when the step is replanned.
+    """
+
+    recording: Recording
+    graph: StepGraph
+    device: torch.device
+    engine: Engine
+    guard: Guard
+    planned: PlannedStep | None = None
+    has_run: bool = False
+    is_replanned: bool = False
+
+
+def prepare_step(
+    train_step: Callable[..., Any],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Any,
+    engines: EngineFactory,
+    request: PlanRequest | None = None,
+    *,
+    improves: bool = False,
+    as_on_gpu: bool = False,
+) -> Variant:
+    """Run all stages, from the user's function to an engine.
+
+    Without a request nothing is dropped: the step runs as it was captured, or, if it `improves`,
+    with small ops batched and results written in place.
+    """
+    device = device_of(model)
+    recording = record(train_step, model, optimizer, batch, as_on_gpu=as_on_gpu)  # tracing/
+    recording = engines.prepare(recording)  # engines/inductor: compiled groups, where asked
+    graph = lift(recording)  # tracing/lift: no torch from here on
+    tensors = batch_tree.flatten(batch).tensors
+    if request is None:
+        planned = None
+        form = improved(recording, graph) if improves else None
+        engine = build_engine(recording, form, engines, graph)
+    else:
+        planned = plan_step(recording, graph, tensors, device, engines, request)
+        engine = build_planned_engine(recording, planned, engines, device)
+    return Variant(recording, graph, device, engine, Guard(recording), planned)
+
+
+def plan_step(
+    recording: Recording,
+    graph: StepGraph,
+    batch: list[torch.Tensor],
+    device: torch.device,
+    engines: EngineFactory,
+    request: PlanRequest,
+) -> PlannedStep:
+    """Measure a captured step and plan it within the budget; or take what the request brings.
+
+    Raises InfeasibleBudget if no plan stays within the budget.
+    """
+    engine_bytes = engines.extra_bytes(batch)
+    plan, profile = request.plan, request.profile
+    if plan is not None:
+        form = form_of(plan, recording, graph) or graph
+        plan.check(form)
+        costs = None
+        if profile is not None:
+            costs = CapturedCosts(graph, profile, plan.budget_bytes, engine_bytes).costs_of(form)
+        return PlannedStep(plan, form, costs, profile, plan.budget_bytes)
+    if profile is None:
+        profile = measured_profile(recording, graph, batch, device)  # measuring/
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # measuring needs more memory than the step will
+    budget_bytes = parse_budget(request.budget, simulate(graph, profile).peak_bytes)
+    captured = CapturedCosts(graph, profile, budget_bytes, engine_bytes)
+    planner = find_planner(request.planner)
+    return choose_form(recording, captured, planner, has_graphs=engines.has_graphs)
+
+
+def choose_form(
+    recording: Recording, captured: CapturedCosts, planner: Planner, *, has_graphs: bool
+) -> PlannedStep:
+    """Plan the improved form of a step, the one with early updates, or the one as captured.
+
+    Early updates free gradients sooner. They exclude CUDA graphs: where there are graphs, early
+    updates are taken only if nothing else fits; elsewhere also if they save time.
+    """
+    form = improved(recording, captured.graph)
+    early = with_early_updates(recording, form)
+    try:
+        late = plan_within(planner, form, captured)
+    except InfeasibleBudget as error:
+        others = [captured.graph] if early is None else [early, captured.graph]
+        if has_graphs:
+            others.reverse()
+        for other in others:
+            try:
+                return plan_within(planner, other, captured)
+            except InfeasibleBudget as failed:
+                error = min(error, failed, key=lambda each: each.least_peak_bytes)
+        raise error from None
+    if early is None or has_graphs or not _gradients_matter(late):
+        return late
+    try:
+        return min(late, plan_within(planner, early, captured), key=_added_us)
+    except InfeasibleBudget:  # planners are heuristics: one form may be planned, the other not
+        return late
+
+
+def plan_within(planner: Planner, form: StepGraph, captured: CapturedCosts) -> PlannedStep:
+    """Plan one form of a step with a margin below the budget; without, if only that fits."""
+    profile, budget_bytes = captured.profile, captured.budget_bytes
+    costs = captured.costs_of(form)
+    margin_bytes = int(budget_bytes * MARGIN_RATIOS.get(profile.allocator, 0.0))
+    try:
+        plan = planner(form, costs, budget_bytes - margin_bytes)
+    except PlanError as error:
+        least = getattr(error, "least_peak_bytes", 0)
+        if least > budget_bytes:
+            raise InfeasibleBudget(budget_bytes=budget_bytes, least_peak_bytes=least) from None
+        plan = planner(form, costs, budget_bytes)
+    plan.check(form)
+    n_updates = len(form.early_updates)
+    log.info(
+        "planned for %s: a peak of %s, %.1f ms of recomputation%s",
+        format_bytes(budget_bytes),
+        format_bytes(plan.peak_bytes),
+        plan.recompute_us / 1e3,
+        f", {n_updates} early calls of the optimizer" if n_updates else "",
+    )
+    return PlannedStep(plan, form, costs, profile, budget_bytes)
+
+
+def replan(variant: Variant, peak_bytes: int, engines: EngineFactory, request: PlanRequest) -> bool:
+    """Plan a variant once more after a step exceeded its budget; True if there is a new plan.
+
+    The bytes beyond the forecast are assumed to be allocated throughout the step.
+    """
+    planned = variant.planned
+    assert planned is not None
+    over_bytes = peak_bytes - planned.budget_bytes
+    if over_bytes <= 0 or variant.is_replanned:
+        return False
+    log.warning(
+        "the step took %s, and the budget is %s (%s was forecast)",
+        format_bytes(peak_bytes),
+        format_bytes(planned.budget_bytes),
+        format_bytes(planned.plan.peak_bytes),
+    )
+    if planned.profile is None:
+        return False
+    unknown_bytes = peak_bytes - planned.plan.peak_bytes
+    overhead_bytes = planned.profile.overhead_bytes + unknown_bytes
+    profile = replace(planned.profile, overhead_bytes=overhead_bytes)
+    try:
+        plan = find_planner(request.planner)(planned.graph, profile, planned.budget_bytes)
+    except InfeasibleBudget as error:
+        log.warning("no plan leaves room for that: %s", error)
+        return False
+    plan.check(planned.graph)
+    log.warning("planned again, for %s less", format_bytes(over_bytes))
+    variant.planned = planned._replace(plan=plan, profile=profile)
+    variant.is_replanned = True
+    variant.engine = build_planned_engine(
+        variant.recording, variant.planned, engines, variant.device
+    )
+    return True
+
+
+def build_engine(
+    recording: Recording, form: StepGraph | None, engines: EngineFactory, graph: StepGraph
+) -> Engine:
+    """The engine of a step that drops nothing: in a form of it, or as it was recorded."""
+    optimizer_bytes = analyze(graph).optimizer_bytes()
+    if form is None:
+        return engines.build(Program(recording, None, optimizer_bytes), graph)
+    schedule = tuple(schedule_of(form, None))
+    rewritten = rewrite(recording, form, schedule)  # rewriting/
+    check_rewritten(recording, form, rewritten, schedule)
+    return engines.build(Program(recording, rewritten, optimizer_bytes), form)
+
+
+def build_planned_engine(
+    recording: Recording, planned: PlannedStep, engines: EngineFactory, device: torch.device
+) -> Engine:
+    """The engine of a planned step: rewritten by its schedule, and checked."""
+    form, plan = planned.graph, planned.plan
+    rewritten = rewrite(recording, form, plan.schedule)  # rewriting/
+    check_rewritten(recording, form, rewritten, plan.schedule)
+    growing = growing_for(plan.peak_bytes, device)
+    program = Program(recording, rewritten, _optimizer_bytes(planned), growing)
+    return engines.build(program, form, plan, planned.profile)
+
+
+def form_of(plan: Plan, recording: Recording, graph: StepGraph) -> StepGraph | None:
+    """The form of a captured step that a plan was made for; None if it is of another step."""
+    if plan.fingerprint == graph.fingerprint:
+        return graph
+    form = improved(recording, graph)
+    if plan.fingerprint == form.fingerprint:
+        return form
+    early = with_early_updates(recording, form)
+    return early if early is not None and plan.fingerprint == early.fingerprint else None
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The device of a model's parameters."""
+    return next((param.device for param in model.parameters()), torch.device("cpu"))
+
+
+def _gradients_matter(planned: PlannedStep) -> bool:
+    """True if weight gradients are a notable part of the peak, so that early updates may help."""
+    assert planned.profile is not None
+    trace = simulate(planned.graph, planned.profile, planned.plan)
+    near_peak = trace.live_bytes >= (1 - GRADIENTS_OF_PEAK_RATIO) * trace.peak_bytes
+    gradient_bytes = trace.by_role[ROLES.index(Role.GRAD)][near_peak].max(initial=0)
+    return bool(gradient_bytes > GRADIENTS_OF_PEAK_RATIO * trace.peak_bytes)
+
+
+def _added_us(planned: PlannedStep) -> float:
+    """The time that a plan adds: recomputation, and further calls of the optimizer."""
+    return planned.plan.recompute_us + len(planned.graph.early_updates) * OPTIMIZER_CALL_US
+
+
+def _optimizer_bytes(planned: PlannedStep) -> list[int]:
+    """The bytes that the step allocates from its first update on."""
+    plan, form, profile, *_ = planned
+    updates = form.early_updates
+    if not updates or profile is None:
+        return analyze(form).optimizer_bytes()
+    trace = simulate(form, profile, plan)
+    first = int(np.argmax(trace.ops == updates[0]))
+    more = trace.live_bytes[first:].max() - trace.live_bytes[first]
+    return [int(more) + int(profile.workspaces_bytes[updates[0]])]
 
 
 def measured_profile(
@@ -70,180 +374,3 @@ def _bytes_beside(recording: Recording, batch: list[torch.Tensor], device: torch
     clear_workspaces()
     resident = interpreter.resident_bytes(recording, batch, device)
     return max(0, torch.cuda.memory_allocated(device) - resident)
-
-
-class Captured(NamedTuple):
-    """A captured step that is to be planned: what it costs, and what it and its engine may take.
-
-    `extra_bytes` are what its engine holds beside it.
-    """
-
-    graph: StepGraph
-    profile: Profile
-    budget_bytes: int
-    extra_bytes: int
-
-    def costs_of(self, running: StepGraph) -> Profile:
-        """What a form of it costs, with what is held beside it."""
-        costs = carry_over(self.profile, self.graph, running)
-        more = self.extra_bytes_of(running)
-        return replace(costs, overhead_bytes=costs.overhead_bytes + more)
-
-    def extra_bytes_of(self, running: StepGraph) -> int:
-        """What is held beside a form of it: nothing where updates come early, without graphs."""
-        return 0 if running.early_updates else self.extra_bytes
-
-
-class Arranger:
-    """Plans every capture of a step for one budget.
-
-    A profile or a plan that the user gives is of the step captured first; what comes later, a batch
-    of another shape for one, is measured and planned anew.
-    """
-
-    def __init__(
-        self,
-        budget: int | str,
-        planner: str,
-        profile: Profile | None = None,
-        plan: Plan | None = None,
-    ) -> None:
-        self._budget = budget
-        self._make = find_planner(planner)
-        self._given = profile, plan
-
-    def arrange(
-        self,
-        recording: Recording,
-        graph: StepGraph,
-        batch: list[torch.Tensor],
-        device: torch.device,
-        engines: EngineMaker,
-    ) -> PlannedStep:
-        """Decide how a captured step is to run, on what these engines make of it.
-
-        Raises InfeasibleBudget where no plan stays within the budget. Parameters are updated as
-        their gradients come where that is needed, or saves time; it costs CUDA graphs, so that
-        where there are any it has to be needed.
-        """
-        (profile, plan), self._given = self._given, (None, None)
-        if plan is not None:
-            return _as_planned(recording, graph, plan, profile, engines.extra_bytes(batch))
-        if profile is None:
-            profile = measured_profile(recording, graph, batch, device)
-            if device.type == "cuda":
-                torch.cuda.empty_cache()  # measuring needs more memory than the step will
-        budget_bytes = parse_budget(self._budget, simulate(graph, profile).peak_bytes)
-        captured = Captured(graph, profile, budget_bytes, engines.extra_bytes(batch))
-        form = improved(recording, graph)
-        early = with_early_updates(recording, form)
-        try:
-            at_end = plan_within(self._make, form, captured)
-        except InfeasibleBudget as error:
-            others = [graph] if early is None else [early, graph]
-            if engines.has_graphs:  # which early updates would cost
-                others.reverse()
-            return self._first_within(others, captured, error)
-        if early is None or engines.has_graphs or not _holds_gradients(at_end):
-            return at_end
-        try:
-            return min(at_end, plan_within(self._make, early, captured), key=_added_us)
-        except InfeasibleBudget:  # not every planner finds a plan wherever there is one
-            return at_end
-
-    def again(self, before: PlannedStep, peak_bytes: int) -> PlannedStep | None:
-        """Another plan where a step was found to need more than its budget; None if there is none.
-
-        What the step took beyond the forecast is taken to be there all the time.
-        """
-        if before.profile is None:
-            return None
-        more = peak_bytes - before.plan.peak_bytes
-        profile = replace(before.profile, overhead_bytes=before.profile.overhead_bytes + more)
-        try:
-            plan = self._make(before.graph, profile, before.budget_bytes)
-        except InfeasibleBudget as error:
-            log.warning("there is no other plan with room for that: %s", error)
-            return None
-        plan.check(before.graph)
-        return before._replace(plan=plan, profile=profile)
-
-    def _first_within(
-        self, forms: list[StepGraph], captured: Captured, error: InfeasibleBudget
-    ) -> PlannedStep:
-        """A plan of the first form of a step that has one; else the error that came closest."""
-        for form in forms:
-            try:
-                return plan_within(self._make, form, captured)
-            except InfeasibleBudget as other:
-                error = min(error, other, key=lambda each: each.least_peak_bytes)
-        raise error
-
-
-def plan_within(make: Planner, running: StepGraph, captured: Captured) -> PlannedStep:
-    """A plan that leaves a margin below the budget, unless only the whole budget will do.
-
-    `running` is the form of the captured step that is planned.
-    """
-    profile, budget_bytes = captured.profile, captured.budget_bytes
-    costs = captured.costs_of(running)
-    margin = int(budget_bytes * _MARGINS.get(profile.allocator, 0.0))
-    try:
-        plan = make(running, costs, budget_bytes - margin)
-    except PlanError as error:
-        least = getattr(error, "least_peak_bytes", 0)
-        if least > budget_bytes:
-            raise InfeasibleBudget(budget_bytes=budget_bytes, least_peak_bytes=least) from None
-        plan = make(running, costs, budget_bytes)
-    plan.check(running)
-    n_updates = len(running.early_updates)
-    log.info(
-        "planned for %s: a peak of %s, %.1f ms of recomputation%s",
-        format_bytes(budget_bytes),
-        format_bytes(plan.peak_bytes),
-        plan.recompute_us / 1e3,
-        f", updates as gradients come, in {n_updates} calls" if n_updates else "",
-    )
-    return PlannedStep(plan, running, costs, profile, budget_bytes)
-
-
-def _as_planned(
-    recording: Recording,
-    graph: StepGraph,
-    plan: Plan,
-    profile: Profile | None,
-    extra_bytes: int,
-) -> PlannedStep:
-    """A plan made before: of the step as it was captured, or as it was improved then."""
-    running = graph_of(plan, recording, graph) or graph
-    plan.check(running)
-    costs = None
-    if profile is not None:
-        costs = Captured(graph, profile, plan.budget_bytes, extra_bytes).costs_of(running)
-    return PlannedStep(plan, running, costs, profile, plan.budget_bytes)
-
-
-def graph_of(plan: Plan, recording: Recording, graph: StepGraph) -> StepGraph | None:
-    """The form of a captured step that a plan is of; None if it is of another step."""
-    if plan.fingerprint == graph.fingerprint:
-        return graph
-    form = improved(recording, graph)
-    if plan.fingerprint == form.fingerprint:
-        return form
-    early = with_early_updates(recording, form)
-    return early if early is not None and plan.fingerprint == early.fingerprint else None
-
-
-def _holds_gradients(arranged: PlannedStep) -> bool:
-    """Whether weights' gradients matter for the peak, so that updating early could help."""
-    assert arranged.profile is not None
-    trace = simulate(arranged.graph, arranged.profile, arranged.plan)
-    is_high = trace.live_bytes >= (1 - _MATTERS) * trace.peak_bytes
-    grads = trace.by_role[ROLES.index(Role.GRAD)]
-    return bool(grads[is_high].max(initial=0) > _MATTERS * trace.peak_bytes)
-
-
-def _added_us(arranged: PlannedStep) -> float:
-    """The time that a plan adds, by recomputation and by calls of the optimizer."""
-    n_calls = len(arranged.graph.early_updates)
-    return arranged.plan.recompute_us + n_calls * _CALL_US

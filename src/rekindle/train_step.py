@@ -12,6 +12,7 @@ from rekindle.core.graph.graph import StepGraph
 from rekindle.core.graph.schedule import Plan
 from rekindle.core.graph.simulate import Trace, simulate
 from rekindle.core.memory.layout import layout
+from rekindle.engines.engine import EngineInfo
 from rekindle.errors import ReportError
 from rekindle.measuring.timing import Measurement, measure
 from rekindle.report import plan_html
@@ -41,26 +42,26 @@ class TrainStep:
         updated as their gradients come where that helps; `captured.graph` is as it was captured,
         which is what is shown without a budget.
         """
-        arranged = self._captured.arranged
-        return arranged.graph if arranged else self._captured.graph
+        planned = self._captured.planned
+        return planned.graph if planned else self._captured.graph
 
     @property
     def profile(self) -> Profile | None:
         """What every op costs; None for a step without a budget, which is not profiled."""
-        arranged = self._captured.arranged
-        return arranged.profile if arranged else None
+        planned = self._captured.planned
+        return planned.profile if planned else None
 
     @property
     def plan(self) -> Plan | None:
         """What is kept and what is computed again; None for a step without a budget."""
-        arranged = self._captured.arranged
-        return arranged.plan if arranged else None
+        planned = self._captured.planned
+        return planned.plan if planned else None
 
     @property
     def budget_bytes(self) -> int | None:
         """What the step may take; its plan stays a little below. None where nothing was asked."""
-        arranged = self._captured.arranged
-        return arranged.budget_bytes if arranged else None
+        planned = self._captured.planned
+        return planned.budget_bytes if planned else None
 
     @property
     def trace(self) -> Trace | None:
@@ -69,19 +70,19 @@ class TrainStep:
         Where the step is going to run from CUDA graphs, what it makes lies in one arena, and its
         peak is a little below the plan's, which also holds for the first step.
         """
-        arranged = self._captured.arranged
-        if arranged is None or arranged.profile is None:
+        planned = self._captured.planned
+        if planned is None or planned.profile is None:
             return None
-        profile = arranged.profile
+        profile = planned.profile
         if profile.allocator == "cuda" and self._captured.is_steered:
             profile = replace(profile, allocator="arena")
-        return simulate(self.graph, profile, arranged.plan)
+        return simulate(self.graph, profile, planned.plan)
 
     @property
     def plain_profile(self) -> Profile | None:
         """What every op of the plain step costs, as it was captured; None without a budget."""
-        arranged = self._captured.arranged
-        return arranged.captured_profile if arranged else None
+        planned = self._captured.planned
+        return planned.captured_profile if planned else None
 
     @property
     def plain_trace(self) -> Trace | None:
@@ -90,8 +91,13 @@ class TrainStep:
         return None if profile is None else simulate(self._captured.graph, profile)
 
     @property
+    def engine_info(self) -> EngineInfo:
+        """What runs the step, and why: generated code or CUDA graphs, compiled or not."""
+        return self._captured.engine_info
+
+    @property
     def is_compiled(self) -> bool:
-        """Whether what runs has been compiled, and may round differently from the plain step."""
+        """True if ops are compiled, so that they may round differently from the plain step."""
         return self._captured.is_compiled
 
     @property

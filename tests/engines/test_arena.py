@@ -231,8 +231,8 @@ class Wide(nn.Module):
 def use(recorder: SteeredPlayer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have every step that is made run from what this captures."""
     monkeypatch.setattr(
-        select_engine.EngineMaker,
-        "make",
+        select_engine.EngineFactory,
+        "build",
         lambda self, program, *known: CudaGraphEngine(program, recorder, *known),
     )
 
@@ -270,7 +270,7 @@ def steer(
     assert compare(make, optimize, steps=2).differences == ()
     assert recorder.n_captures > 0
     assert not recorder.pool.plugs
-    engine = made[0].captured._first.engine
+    engine = made[0].captured.first.engine
     assert isinstance(engine, CudaGraphEngine)
     return recorder, engine
 
@@ -337,7 +337,7 @@ def test_results_are_expected_as_code_asks_for_them(
     order: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(SteeredPlayer("behaves", 0), monkeypatch)
-    monkeypatch.setattr(select_engine.EngineMaker, "prepare", lambda self, given: grouped(given))
+    monkeypatch.setattr(select_engine.EngineFactory, "prepare", lambda self, given: grouped(given))
     model = Twofold()
 
     def compile_and_watch(self: Fused) -> None:
@@ -347,7 +347,7 @@ def test_results_are_expected_as_code_asks_for_them(
     with no_compiler(), mock.patch.object(Fused, "compile", compile_and_watch):
         parts = train_step, model, torch.optim.SGD(model.parameters(), lr=0.1)
         step = rekindle.optimize(*parts, torch.randn(16384, 32))
-    engine = step.captured._first.engine
+    engine = step.captured.first.engine
     assert isinstance(engine, CudaGraphEngine)
     assert engine._steered is not None
     needs = engine._steered._needs
@@ -418,7 +418,7 @@ def test_a_first_step_that_fails_is_watched_again(monkeypatch: pytest.MonkeyPatc
             step(parts[3])
     for _ in range(2):
         step(parts[3])
-    engine = step.captured._first.engine
+    engine = step.captured.first.engine
     assert isinstance(engine, CudaGraphEngine)
     assert workspaces_of(engine).keys() == nodes_of(engine)
 
@@ -441,7 +441,7 @@ def test_the_forecast_is_of_the_arena_while_there_is_one(monkeypatch: pytest.Mon
     parts = wide_parts(24576)
     profile = rekindle.profile(rekindle.capture(*parts), device="H200")
     step = rekindle.optimize(*parts, budget="80%", profile=profile)
-    engine = step.captured._first.engine
+    engine = step.captured.first.engine
     assert isinstance(engine, CudaGraphEngine)
     assert engine.is_steered
     assert step.plan is not None

@@ -36,7 +36,7 @@ def player(monkeypatch: pytest.MonkeyPatch) -> Player:
     def make(self: Any, program: Any, *known: Any) -> Any:
         return CudaGraphEngine(program, made, *known)
 
-    monkeypatch.setattr(select_engine.EngineMaker, "make", make)
+    monkeypatch.setattr(select_engine.EngineFactory, "build", make)
     return made
 
 
@@ -73,7 +73,7 @@ def parts(model: nn.Module, **options: Any) -> Parts:
 
 
 def engine_of(step: rekindle.TrainStep) -> CudaGraphEngine:
-    found = step.captured._first.engine
+    found = step.captured.first.engine
     assert isinstance(found, CudaGraphEngine)
     return found
 

@@ -13,7 +13,7 @@ from support.square_step import square_step as train_step
 from torch import nn
 
 import rekindle
-from rekindle import captured_step as steps
+from rekindle import pipeline
 from rekindle.engines import expandable_segments, select_engine
 from rekindle.engines.cudagraph.graph_engine import CudaGraphEngine
 from rekindle.engines.expandable_segments import Growing, growing_for, tidy
@@ -49,7 +49,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: says.allocated)
     monkeypatch.setattr(torch.cuda, "empty_cache", empty)
     monkeypatch.setattr(
-        torch.cuda.memory, "_snapshot", lambda: {"allocator_settings": says.settings}
+        torch.cuda.memory, "_snapshot", lambda device=None: {"allocator_settings": says.settings}
     )
     return says
 
@@ -118,7 +118,7 @@ def test_a_large_cache_is_given_back(reserved: int, emptied: int, gpu: SimpleNam
 
 def planned(monkeypatch: pytest.MonkeyPatch, growing: Growing) -> tuple[Any, ...]:
     """A planned step that memory is said to be short for, and its parts."""
-    monkeypatch.setattr(steps, "growing_for", lambda peak_bytes, device: growing)
+    monkeypatch.setattr(pipeline, "growing_for", lambda peak_bytes, device: growing)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -158,8 +158,8 @@ def test_graphs_are_captured_where_nothing_grows(
     player = Watching(growing)
     player.fails_at = fails_at
     monkeypatch.setattr(
-        select_engine.EngineMaker,
-        "make",
+        select_engine.EngineFactory,
+        "build",
         lambda self, program, *known: CudaGraphEngine(program, player, *known),
     )
     step, optimizer, batch = planned(monkeypatch, growing)

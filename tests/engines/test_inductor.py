@@ -142,7 +142,7 @@ def check_forms(name: str) -> None:
     """Each result is a tensor of its own, of the shape, strides and type that fakes have had."""
     step = trained(name).step
     assert step is not None
-    fusing = step.captured._engines._fusing
+    fusing = step.captured._engines._compiler
     assert fusing is not None
     assert fusing.functions
     for function in fusing.functions:
@@ -309,7 +309,7 @@ from engines import test_inductor
 from torch._dynamo.utils import counters
 found = test_inductor.trained("layers")
 results = [found.state[f"result {i}"].item().hex() for i in range(3)]
-functions = found.step.captured._engines._fusing.functions
+functions = found.step.captured._engines._compiler.functions
 print(json.dumps([results, len(functions), dict(counters["inductor"])]))
 """
 

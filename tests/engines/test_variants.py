@@ -16,7 +16,6 @@ from support.equality import assert_trains_the_same
 from torch import nn
 
 import rekindle
-import rekindle.captured_step
 
 Made = tuple[nn.Module, torch.optim.Optimizer]
 
@@ -42,7 +41,7 @@ def labelled(*rows: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def new_captures(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [r.getMessage() for r in caplog.records if "captured the step anew" in r.getMessage()]
+    return [r.getMessage() for r in caplog.records if "captured the step again" in r.getMessage()]
 
 
 def test_batch_shapes(caplog: pytest.LogCaptureFixture) -> None:
@@ -51,10 +50,10 @@ def test_batch_shapes(caplog: pytest.LogCaptureFixture) -> None:
         step = assert_trains_the_same(classify, made, labelled(5, 2, 5, 2, 7, 5, 7, 2))
     assert step.n_captures == 3
     assert new_captures(caplog) == [
-        "captured the step anew, for a batch of shape (2, 6), (2,)",
-        "captured the step anew, for a batch of shape (7, 6), (7,)",
+        "captured the step again, for a batch of shape (2, 6), (2,)",
+        "captured the step again, for a batch of shape (7, 6), (7,)",
     ]
-    assert {r.levelname for r in caplog.records if "anew" in r.getMessage()} == {"INFO"}
+    assert {r.levelname for r in caplog.records if "again" in r.getMessage()} == {"INFO"}
 
 
 def test_graph_stays_that_of_the_first_batch() -> None:
@@ -68,8 +67,8 @@ def test_graph_stays_that_of_the_first_batch() -> None:
 
 def test_no_more_than_the_bound_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step fed with ever new shapes must not grow without end, and must stay right."""
-    assert rekindle.captured_step.MAX_VARIANTS == 16
-    monkeypatch.setattr(rekindle.captured_step, "MAX_VARIANTS", 3)
+    assert rekindle.CapturedStep.max_captures == 16
+    monkeypatch.setattr(rekindle.CapturedStep, "max_captures", 3)
     step = assert_trains_the_same(classify, made, labelled(2, 3, 4, 5, 6, 2, 6, 3))
     assert step.n_captures == 3
 

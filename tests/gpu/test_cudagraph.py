@@ -70,7 +70,7 @@ class Watched:
     @property
     def engine(self) -> CudaGraphEngine:
         assert self.step is not None
-        found = self.step.captured._first.engine
+        found = self.step.captured.first.engine
         assert isinstance(found, CudaGraphEngine)
         return found
 

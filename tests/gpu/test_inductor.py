@@ -48,7 +48,7 @@ def test_a_plan_changes_no_bit(name: str, batch: int, budget: str) -> None:
     planned_step, planned = trained(name, batch, budget=budget)
     assert plain["result 0"] == planned["result 0"]  # whatever comes of nondeterministic gradients
     assert differences(plain, planned) == []
-    engine = planned_step.captured._first.engine
+    engine = planned_step.captured.first.engine
     assert isinstance(engine, CudaGraphEngine)
     assert not engine.reason
     assert planned_step.budget_bytes is not None
@@ -60,9 +60,9 @@ def test_reserved_memory_is_what_was_planned() -> None:
     """Although ops make several tensors of one size: code asks for them in the order found."""
     torch.cuda.empty_cache()
     step, _ = trained("gpt2", 4)
-    engine = step.captured._first.engine
+    engine = step.captured.first.engine
     assert isinstance(engine, CudaGraphEngine)
-    fusing = step.captured._engines._fusing
+    fusing = step.captured._engines._compiler
     assert fusing is not None
     assert any(len(function.order) > 1 for function in fusing.functions)
     gc.collect()

@@ -23,7 +23,7 @@ from rekindle.engines.inductor import decompositions, group_compiler
 from rekindle.engines.inductor.decompose import normalized
 from rekindle.engines.inductor.fusion_groups import fused
 from rekindle.engines.inductor.group_compiler import Fused, Fusing
-from rekindle.engines.select_engine import EngineMaker
+from rekindle.engines.select_engine import EngineFactory
 from rekindle.measuring.bitwise_compare import State, state_of
 from rekindle.tracing.recording import Recording
 from rekindle.tracing.trace import record
@@ -91,7 +91,7 @@ def train(parts: Parts, form: Form | None, steps: int = 3, **how: Any) -> State:
     train_step, model, optimizer, batches = parts
     with (
         no_compiler(),
-        mock.patch.object(EngineMaker, "prepare", lambda self, recording: form(recording)),
+        mock.patch.object(EngineFactory, "prepare", lambda self, recording: form(recording)),
     ):
         step: Callable[[Any], Any] = lambda batch: train_step(model, optimizer, batch)  # noqa: E731
         if form is not None:

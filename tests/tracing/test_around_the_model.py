@@ -224,7 +224,7 @@ def test_arguments_in_the_wrong_order(wrong: str) -> None:
 def test_a_batch_that_is_new_every_time_is_warned_about(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("rekindle.captured_step.MAX_VARIANTS", 3)
+    monkeypatch.setattr(rekindle.CapturedStep, "max_captures", 3)
 
     def train_step(model: nn.Module, optimizer: Any, batch: Any) -> torch.Tensor:
         return plain_step(model, optimizer, batch["x"])
@@ -241,12 +241,12 @@ def test_a_batch_that_is_new_every_time_is_warned_about(
 
 
 def test_the_shape_in_use_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rekindle.captured_step.MAX_VARIANTS", 3)
+    monkeypatch.setattr(rekindle.CapturedStep, "max_captures", 3)
     model, optimizer = made()
     first = batches()[0]
     step = rekindle.optimize(plain_step, model, optimizer, first)
-    kept = step.captured._variants[next(iter(step.captured._variants))]
+    kept = step.captured.first
     for rows in (1, 2, 3, 4, 5):
         step(first[:rows])
         step(first)
-    assert any(variants is kept for variants in step.captured._variants.values())
+    assert kept in step.captured.variants

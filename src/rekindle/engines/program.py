@@ -22,6 +22,7 @@ from torch import fx
 
 from rekindle.core.cost.allocator import LARGE_BYTES, allocated_bytes
 from rekindle.engines.defer_sigint import uninterrupted
+from rekindle.engines.engine import EngineInfo
 from rekindle.engines.expandable_segments import Growing
 from rekindle.rewriting.apply_schedule import RewrittenStep, as_recorded
 from rekindle.rewriting.codegen import Code
@@ -91,6 +92,11 @@ class Program:
     def program(self) -> Program:
         """The generated code that an engine runs, or falls back to."""
         return self
+
+    @property
+    def info(self) -> EngineInfo:
+        """What runs the step."""
+        return EngineInfo("python")
 
     def give_up(self, reason: str) -> None:
         """Nothing to do: generated code has nothing to fall back to."""

@@ -1,9 +1,10 @@
-"""How a step runs: the engines by name."""
+"""Engines by name: which one runs a step, and the compiled form of a step where asked."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +15,7 @@ from rekindle.core.cost.profile import Profile
 from rekindle.core.graph.graph import StepGraph
 from rekindle.core.graph.schedule import Plan
 from rekindle.engines.cudagraph.graph_engine import CudaGraphEngine, CudaRecorder, Recorder
+from rekindle.engines.engine import Engine, EngineInfo
 from rekindle.engines.program import Program
 from rekindle.errors import RekindleError
 from rekindle.tracing.recording import Recording
@@ -25,8 +27,6 @@ log = logging.getLogger("rekindle")
 
 ENGINES = ("auto", "python", "cudagraph", "inductor")
 
-Engine = Program | CudaGraphEngine
-
 
 def check_engine(name: str) -> None:
     """Refuse an engine that does not exist."""
@@ -34,38 +34,46 @@ def check_engine(name: str) -> None:
         raise RekindleError(f"there is no engine {name!r}: the engines are {', '.join(ENGINES)}.")
 
 
-def _new_fusing() -> Fusing | None:
-    """What compiles; None where torch comes without its compiler."""
-    try:
-        from rekindle.engines.inductor.group_compiler import (
-            Fusing,  # not for others: it takes seconds to load
-        )
-    except ImportError as error:
-        log.warning("running without the compiler: %s", error)
-        return None
-    return Fusing()
-
-
-class EngineMaker:
-    """Puts programs on an engine; they stay generated code where graphs cannot be had."""
+class EngineFactory:
+    """Makes the engines of a step's captures: CUDA graphs where possible, else generated code."""
 
     def __init__(
         self, name: str, device: torch.device, progress: Callable[[str], None] = log.info
     ) -> None:
-        """`progress` is told what is being compiled."""
+        """`progress` is called with what is being compiled."""
+        check_engine(name)
         self._progress = progress
         self._device = device
-        check_engine(name)
         self._recorder: Recorder | None = None
-        self._fusing: Fusing | None = None
+        self._compiler: Fusing | None = None
+        self._reason = ""
         if name == "inductor":
-            self._fusing = _new_fusing()
+            self._compiler = self._new_compiler()
         if name != "python" and device.type == "cuda":
             self._recorder = CudaRecorder(device)
         elif name == "cudagraph":
-            log.info("running without CUDA graphs: the model is on the %s", device.type)
+            self._without_graphs(f"the model is on the {device.type}")
 
-    def make(
+    def prepare(self, recording: Recording) -> Recording:
+        """The recording with groups of ops compiled by Inductor, if that engine was asked for.
+
+        Without a working compiler, it is the recording as it is.
+        """
+        if self._compiler is None:
+            return recording
+        from rekindle.engines.inductor.decompose import normalized
+        from rekindle.engines.inductor.fusion_groups import fused
+
+        try:
+            decomposed = normalized(recording, for_gpu=self._device.type == "cuda")
+            compiled = fused(decomposed, self._compiler)
+            self._compiler.compile(self._progress)
+        except Exception as error:  # a compiler, Triton or a header may be missing
+            self._without_compiler(error)
+            return recording
+        return compiled
+
+    def build(
         self,
         program: Program,
         graph: StepGraph | None = None,
@@ -74,51 +82,60 @@ class EngineMaker:
     ) -> Engine:
         """The engine that runs a program.
 
-        `graph` and `plan` are what the program was made from, `profile` what its ops cost.
+        The program's graph, plan and profile, where known, give what it allocates its addresses.
         """
         if self._recorder is None:
             return program
         if program.is_early:
-            # Every call of the optimizer would end a graph, which holds its memory.
-            log.info("running without CUDA graphs: parameters are updated as their gradients come")
+            # Each call of the optimizer would end a graph, and a graph keeps its memory.
+            self._without_graphs(
+                "parameters are updated early, between the ops of the backward pass"
+            )
             return program
         return CudaGraphEngine(program, self._recorder, graph, plan, profile)
 
-    def prepare(self, recording: Recording) -> Recording:
-        """The step that is planned and run in place of a captured one: compiled, if so asked.
-
-        Without a working compiler, that is the captured one.
-        """
-        if self._fusing is None:
-            return recording
-        from rekindle.engines.inductor.decompose import normalized
-        from rekindle.engines.inductor.fusion_groups import fused
-
-        try:
-            normal = normalized(recording, for_gpu=self._device.type == "cuda")
-            compiled = fused(normal, self._fusing)
-            self._fusing.compile(self._progress)
-        except Exception as error:  # whatever is missing: a compiler, Triton, a header
-            reason = str(error).strip().splitlines()
-            log.warning("running without the compiler: %s", reason[0] if reason else repr(error))
-            log.debug("that came from here", exc_info=error)
-            self._fusing = None
-            return recording
-        return compiled
+    def info(self, engine: Engine) -> EngineInfo:
+        """What runs a step, and why."""
+        found = engine.info
+        n_compiled = len(self._compiler.functions) if self._compiler else 0
+        return replace(
+            found,
+            reason=found.reason or self._reason,
+            is_compiled=self.is_compiled,
+            n_compiled=n_compiled,
+        )
 
     @property
     def is_compiled(self) -> bool:
-        """Whether what runs has been compiled, so that it may round differently."""
-        return self._fusing is not None
+        """True if ops are compiled, so that they may round differently from the plain step."""
+        return self._compiler is not None
 
     @property
     def has_graphs(self) -> bool:
-        """Whether programs run from CUDA graphs, where they can."""
+        """True if programs run from CUDA graphs where they can."""
         return self._recorder is not None
 
     def extra_bytes(self, batch: list[torch.Tensor]) -> int:
-        """What an engine holds beside the step's own tensors: graphs have a copy of the batch."""
+        """The bytes that an engine holds besides the step's tensors: CUDA graphs copy the batch."""
         if self._recorder is None:
             return 0
         sizes = np.array([tensor.nbytes for tensor in batch], dtype=np.int64)
         return int(allocated_bytes(sizes, "cuda").sum())
+
+    def _new_compiler(self) -> Fusing | None:
+        try:
+            from rekindle.engines.inductor.group_compiler import Fusing  # takes seconds to load
+        except ImportError as error:  # a torch without its compiler
+            self._without_compiler(error)
+            return None
+        return Fusing()
+
+    def _without_compiler(self, error: Exception) -> None:
+        first_line = (str(error).strip().splitlines() or [repr(error)])[0]
+        self._compiler, self._reason = None, f"running without the compiler: {first_line}"
+        log.warning("%s", self._reason)
+        log.debug("the compiler failed here", exc_info=error)
+
+    def _without_graphs(self, reason: str) -> None:
+        self._reason = f"running without CUDA graphs: {reason}"
+        log.info("%s", self._reason)

@@ -24,7 +24,7 @@ from rekindle.core.graph.serial import SAVED_SUFFIX, load_profile
 from rekindle.errors import ModelError, PlanError, RekindleError
 from rekindle.measuring.bitwise_compare import Parts, compare
 from rekindle.measuring.measure import device_name
-from rekindle.pipeline import graph_of
+from rekindle.pipeline import form_of
 from rekindle.tracing import user_line
 
 _IS_RANDOM = "does not have a deterministic implementation"
@@ -96,7 +96,7 @@ def trained(
                 *parts, budget=budget, planner=planner, engine=engine, progress=tell
             )
         captured = rekindle.capture(*parts)
-        if graph_of(plan, captured.recording, captured.graph) is None:
+        if form_of(plan, captured.recording, captured.graph) is None:
             raise PlanError(
                 f"the plan is of another step than {model}: give the --batch, --precision and "
                 f"--device that it was made with, or rekindle plan {model} --budget B --save FILE."

@@ -31,6 +31,7 @@ from rekindle.engines.cudagraph.arena import CudaMemory, CudaPool, Memory, Steer
 from rekindle.engines.cudagraph.graph_parts import Part, split
 from rekindle.engines.cudagraph.rng_twins import Randomness, revive
 from rekindle.engines.cudagraph.static_batch import StaticBatch, like
+from rekindle.engines.engine import EngineInfo
 from rekindle.engines.gc_pause import collected_later
 from rekindle.engines.program import Program
 from rekindle.measuring.meters import clear_workspaces
@@ -233,6 +234,19 @@ class CudaGraphEngine:
     def is_steered(self) -> bool:
         """Whether what the step makes lies in one arena, from the second step on."""
         return not self.reason and self._steered is not None and self._steered.has_arena
+
+    @property
+    def info(self) -> EngineInfo:
+        """What runs the step, and why."""
+        if self.reason:
+            return EngineInfo("python", f"running without CUDA graphs: {self.reason}")
+        return EngineInfo(
+            "cudagraph",
+            n_graphs=len(self._capture.parts) if self._capture else 0,
+            has_optimizer_graph=self._has_optimizer,
+            is_steered=self.is_steered,
+            graphs_peak_bytes=self.peak_bytes,
+        )
 
     def give_up(self, reason: str) -> None:
         """Run as generated code from now on, and let go of all graphs and their memory."""
