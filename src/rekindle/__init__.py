@@ -6,9 +6,14 @@ from rekindle.api import capture, layout, optimize, plan, profile, simulate, ver
 from rekindle.captured_step import CapturedStep
 from rekindle.core.cost.batch_search import LargestBatch
 from rekindle.core.cost.devices import Device, add_device
+from rekindle.core.cost.profile import Profile
+from rekindle.core.graph.comparison import Comparison
+from rekindle.core.graph.graph import StepGraph
 from rekindle.core.graph.schedule import Plan
 from rekindle.core.graph.serial import load_plan, save_plan
+from rekindle.core.graph.simulate import Trace
 from rekindle.core.memory.layout import Layout
+from rekindle.engines.engine import EngineInfo
 from rekindle.errors import (
     CaptureError,
     InfeasibleBudget,
@@ -21,28 +26,36 @@ from rekindle.errors import (
     RewriteError,
 )
 from rekindle.largest_batch import max_batch
+from rekindle.measuring.timing import Measurement
 from rekindle.train_step import TrainStep
 
 if TYPE_CHECKING:
-    from rekindle.dynamo import compile
+    from rekindle.dynamo import CompiledModel, compile
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CaptureError",
     "CapturedStep",
+    "Comparison",
+    "CompiledModel",
     "Device",
+    "EngineInfo",
     "InfeasibleBudget",
     "InvalidLayout",
     "InvalidSchedule",
     "LargestBatch",
     "Layout",
+    "Measurement",
     "ModelError",
     "Plan",
     "PlanError",
+    "Profile",
     "ProfileError",
     "RekindleError",
     "RewriteError",
+    "StepGraph",
+    "Trace",
     "TrainStep",
     "add_device",
     "capture",
@@ -60,9 +73,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import `compile` when it is first asked for: torch's compiler takes seconds to load."""
-    if name == "compile":
-        from rekindle.dynamo import compile
+    """Import torch's compiler when it is first asked for: it takes seconds to load."""
+    if name in ("CompiledModel", "compile"):
+        from rekindle import dynamo
 
-        return compile
+        return getattr(dynamo, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
