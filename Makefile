@@ -21,15 +21,20 @@ define venv
        && $(PYTHON) -m pip --python $(1)/bin/python install --quiet pip; }
 endef
 
-.PHONY: setup demo test fuzz lint typecheck test-newest bench experiments clean
+.PHONY: setup demo test test-all fuzz lint typecheck test-newest bench experiments clean
 
 setup: .venv/.stamp
 
 demo: setup
 	.venv/bin/rekindle demo
 
+# What must pass before a change goes in, in a few minutes.
 test: lint typecheck
-	$(PYTEST) $(PY) -m pytest -n 2
+	$(PYTEST) $(PY) -m pytest -n 2 --durations=10 -m "not slow"
+
+# And the tests that take seconds each. CI runs this.
+test-all: test
+	$(PYTEST) $(PY) -m pytest -n 2 --durations=10 -m slow
 
 # The tests with generated examples, on examples that no run has seen.
 fuzz: setup
@@ -38,6 +43,7 @@ fuzz: setup
 lint: setup
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
+	.venv/bin/lint-imports
 
 typecheck: setup
 	$(PY) -m mypy
