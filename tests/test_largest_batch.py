@@ -273,10 +273,10 @@ def test_a_function_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("message", "arguments"),
     [
-        ("a share of what", ("mlp", "--budget", "60%")),
+        ("a share has no meaning", ("mlp", "--budget", "60%")),
         ("not here", ("mlp", "--budget", "1GB", "--device", "H200", "--check")),
         ("at-least", ("mlp", "--budget", "1GB", "--at-least", "lots")),
-        ("holds nothing", ("mlp", "--budget", "0")),
+        ("must be positive", ("mlp", "--budget", "0")),
         ("no model named", ("nope", "--budget", "1GB")),
     ],
 )

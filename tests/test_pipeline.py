@@ -14,7 +14,7 @@ from rekindle import models
 from rekindle.engines.select_engine import EngineFactory
 from rekindle.errors import InfeasibleBudget, PlanError, ProfileError
 from rekindle.measuring.bitwise_compare import compare
-from rekindle.pipeline import PlannedStep, PlanRequest, plan_step
+from rekindle.pipeline import PlannedStep, PlanRequest, prepare_step
 
 CPU = torch.device("cpu")
 
@@ -135,14 +135,7 @@ def test_bytes_that_an_engine_holds_count(profile: Any) -> None:
     captured = rekindle.capture(*parts())
     budget = int(0.75 * rekindle.simulate(captured.graph, profile).peak_bytes)
     found = [
-        plan_step(
-            captured.recording,
-            captured.graph,
-            [],
-            CPU,
-            Holding(extra),
-            PlanRequest(budget, profile=profile),
-        )
+        prepare_step(*parts(), Holding(extra), PlanRequest(budget, profile=profile)).planned
         for extra in (0, 500_000)
     ]
     assert all(each.plan.peak_bytes <= budget for each in found)
@@ -150,7 +143,8 @@ def test_bytes_that_an_engine_holds_count(profile: Any) -> None:
     assert found[1].profile.overhead_bytes == 500_000
     assert found[1].plan.recompute_us > found[0].plan.recompute_us
     request = PlanRequest(budget, profile=profile, plan=found[1].plan)
-    given = plan_step(captured.recording, captured.graph, [], CPU, Holding(500_000), request)
+    given = prepare_step(*parts(), Holding(500_000), request).planned
+    assert given is not None
     assert given.profile == found[1].profile  # so that its forecast is the same
 
 
@@ -165,13 +159,15 @@ def test_what_graphs_hold_does_not_count_where_there_are_none() -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    captured = rekindle.capture(train_step, model, optimizer, torch.randn(8, 256))
-    graph, recording = captured.graph, captured.recording
+    batch = torch.randn(8, 256)
+    captured = rekindle.capture(train_step, model, optimizer, batch)
     profile = rekindle.profile(captured, cache=False, runs=1)
 
     def planned(budget: int, extra: int, plan: rekindle.Plan | None = None) -> PlannedStep:
         request = PlanRequest(budget, profile=profile, plan=plan)
-        return plan_step(recording, graph, [], CPU, Holding(extra), request)
+        found = prepare_step(train_step, model, optimizer, batch, Holding(extra), request)
+        assert found.planned is not None
+        return found.planned
 
     with pytest.raises(InfeasibleBudget) as raised:
         planned(1, 0)

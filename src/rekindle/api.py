@@ -1,4 +1,4 @@
-"""The public verbs: they compose the stages and hold no logic of their own."""
+"""The public functions. The stages behind them are in `pipeline.py`."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def capture(
     *,
     as_on_gpu: bool = False,
 ) -> CapturedStep:
-    """Capture one whole training step as a graph; nothing is run, changed or allocated.
+    """Capture one whole training step as a graph; nothing is computed, changed or allocated.
 
     `as_on_gpu=True` is for forecasts on a machine without a GPU: a model on the CPU is captured
-    with the operators that a GPU would run, and the result can be profiled, but not run.
+    with the operators that a GPU would run. The result can be profiled, but not run.
 
     >>> model = nn.Linear(4, 2)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -74,21 +74,21 @@ def optimize(
 ) -> TrainStep:
     """Capture a training step and return it ready to train with: ``loss = step(batch)``.
 
-    The numbers are bit for bit those of the plain function. `model` and `optimizer` stay the live
-    objects: state dicts, schedulers and evaluation between steps work as always.
+    The numbers are bit for bit those of the plain function. The step trains `model` and `optimizer`
+    themselves: state dicts, schedulers and evaluation between steps work as always.
 
-    With a `budget` ("8GiB", "60%" of the plain step's own peak, or bytes), the step is profiled
-    and planned so that it stays within it: some activations are dropped and computed again.
-    Raises InfeasibleBudget, before anything runs, where that cannot be done. A `profile` made
-    before saves measuring, and a `plan` made before, loaded with `load_plan` for one, saves
-    planning too; a batch of another shape is profiled and planned when it comes.
+    With a `budget` ("8GiB", "60%" of the plain step's peak, or bytes), the step is profiled and
+    planned: some activations are dropped and recomputed so that the peak stays within the budget.
+    Raises InfeasibleBudget, before anything runs, if no plan does. A `profile` from an earlier run
+    saves measuring; a `plan`, from `load_plan` for example, also saves planning. A batch of another
+    shape is profiled and planned when it is first met.
 
-    `engine` is how the step runs: "python", generated code on any device; "cudagraph", its kernels
-    launched by CUDA graphs from the second step on, where that can be done; "auto" picks.
-    "inductor" compiles what lies between matrix products, convolutions and attention, which takes
-    a while the first time; it rounds differently from the plain function, and its dropout draws
-    other masks, but a budget changes no bit of what it computes. `progress` is told what is being
-    compiled; without it, the log is.
+    `engine` is how the step runs. "python" is generated code, on any device. "cudagraph" launches
+    its kernels by CUDA graphs from the second step on, where possible. "auto" chooses between them.
+    "inductor" compiles the ops between matrix products, convolutions and attention, which takes a
+    while the first time; it rounds differently from the plain function, and its dropout draws
+    other masks, but a budget changes no bit of what it computes. `progress` is called with what is
+    being compiled; by default that is logged.
 
     >>> model = nn.Linear(4, 2)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -103,16 +103,22 @@ def optimize(
     True
     """
     find_planner(planner)
-    if budget is None and plan is None:
-        parts = (train_step, model, optimizer, batch)
-        return TrainStep(CapturedStep(*parts, engine=engine, improves=True, progress=progress))
     if budget is not None and plan is not None:
-        raise PlanError("a plan has its budget with it: give a budget or a plan, not both.")
-    within = plan.budget_bytes if plan is not None else budget
-    assert within is not None
-    request = PlanRequest(within, planner, profile, plan)
-    parts = (train_step, model, optimizer, batch)
-    return TrainStep(CapturedStep(*parts, request=request, engine=engine, progress=progress))
+        raise PlanError("a plan includes its budget: give a budget or a plan, not both.")
+    if plan is not None:
+        budget = plan.budget_bytes
+    request = None if budget is None else PlanRequest(budget, planner, profile, plan)
+    captured = CapturedStep(
+        train_step,
+        model,
+        optimizer,
+        batch,
+        request=request,
+        engine=engine,
+        improves=True,
+        progress=progress,
+    )
+    return TrainStep(captured)
 
 
 def verify(
@@ -126,12 +132,12 @@ def verify(
     steps: int = 3,
     engine: str = "auto",
 ) -> Comparison:
-    """Train plainly and under a budget from the same state, and compare every bit.
+    """Train with the plain step and under a budget, from the same state, and compare every bit.
 
     Both trainings run on copies: `model`, `optimizer` and the random generators stay as they are.
-    `.equal` of the result says whether they are the same, `.differences` what is not; peaks and
-    step times of both are there, too, with the forecast beside them. A compiled step is compared
-    with a compiled one that drops nothing; `.rounding` is how far that is from the plain step.
+    The result's `.equal` is True if all bits are the same, `.differences` lists those that are not;
+    it also has peak and step time of both, measured and forecast. A compiled step is compared with
+    a compiled one that drops nothing; `.rounding` is how far that is from the plain step.
 
     >>> model = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 2))
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -160,11 +166,11 @@ def profile(
     runs: int = 3,
     progress: Callable[[str], None] | None = None,
 ) -> Profile:
-    """What every op of a captured step costs: measured, or analytic for a GPU by name.
+    """The cost of every op of a captured step: measured, or analytic for a GPU by name.
 
-    Without `device`, the step is run op by op where its tensors live, a few times over; its tensors
-    keep their values, and the result is kept on disk for the next time. With `device="H200"` or
-    another known name, times come from FLOPs and bytes, and no GPU is needed.
+    Without `device`, the step is run op by op on the model's device, `runs` times; its tensors
+    keep their values, and the result is cached on disk. With `device="H200"` or another known name,
+    times follow from FLOPs and bytes, and no GPU is needed.
 
     >>> model = nn.Linear(4, 2)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -200,7 +206,7 @@ def profile(
 
 
 def _forecast(captured: CapturedStep, device: Device) -> Profile:
-    """An analytic profile that says how far it can be trusted."""
+    """An analytic profile whose `method` says how accurate it is."""
     found = analytic_profile(captured.graph, device)
     if captured.is_forecast:
         trust = "captured without a GPU; on an H200 the peak was within 5%, the time within 15%"
@@ -212,11 +218,11 @@ def _forecast(captured: CapturedStep, device: Device) -> Profile:
 
 
 def plan(graph: StepGraph, profile: Profile, *, budget: str | int, planner: str = "auto") -> Plan:
-    """Decide what to keep and what to compute again, so that a step stays within a budget.
+    """Decide which activations to keep and which to recompute so that a step fits into a budget.
 
-    The budget bounds all that is allocated during the step. It is a number of bytes, text with a
-    unit (`"8GiB"`), or a share of the plain step's own peak (`"60%"`). Raises InfeasibleBudget
-    where the planner finds no such plan; that error carries the least peak it found.
+    The budget bounds everything that is allocated during the step. It is a number of bytes, text
+    with a unit (`"8GiB"`), or a share of the plain step's peak (`"60%"`). Raises InfeasibleBudget
+    if the planner finds no such plan; the error carries the least peak it found.
 
     >>> model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)])
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -238,7 +244,7 @@ def plan(graph: StepGraph, profile: Profile, *, budget: str | int, planner: str 
 
 
 def simulate(graph: StepGraph, profile: Profile, plan: Plan | None = None) -> Trace:
-    """The step's memory and time at every position, plain or as planned; nothing is run.
+    """Memory and time at every position of the step, plain or planned; nothing is run.
 
     >>> model = nn.Linear(4, 2)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -255,7 +261,7 @@ def simulate(graph: StepGraph, profile: Profile, plan: Plan | None = None) -> Tr
 
 
 def layout(graph: StepGraph, plan: Plan | None = None) -> Layout:
-    """A static address for everything a step makes, plain or as planned, in one arena.
+    """A static address in one arena for every storage of a step, plain or planned.
 
     >>> model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

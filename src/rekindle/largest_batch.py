@@ -1,13 +1,13 @@
-"""The largest batch that a budget holds, found on paper: nothing runs out of memory on the way.
+"""The largest batch that fits into a budget, found by simulation: nothing runs out of memory.
 
-A step is captured at two batch sizes, on fake tensors; what it is at any other follows, op by op
-(`core.scaling`). Costs are measured where the model is, at two sizes that fit with ease; for a GPU
-by name they come from FLOPs and bytes. Then batch sizes are tried on paper (`core.fit`), plainly
-until the largest is known to half a percent, and planned to two.
+The step is traced at two batch sizes; its graph at any other size follows by linear extrapolation,
+op by op (`core/cost/batch_scaling.py`). Costs are measured on the model's device at two sizes that
+fit easily, or analytic for a GPU by name. Then batch sizes are simulated and planned
+(`core/cost/batch_search.py`): the plain step's largest batch is found to 0.5%, the planned to 2%.
 
-A plan of a large step takes seconds, the second plan of the same step less. So the step is planned
-at one batch size under budgets that stand for other sizes, and only what is found that way is
-planned at its own.
+Planning a large step takes seconds, planning it again for another budget less. So the step is
+planned at one reference batch size, under budgets that correspond to other sizes; only the batch
+found that way is planned at its own size.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ from rekindle.units import parse_bytes
 Floats = NDArray[np.float64]
 Parts = tuple[Callable[..., Any], nn.Module, torch.optim.Optimizer, Any]
 
-SIZES = (8, 16)  # where a step is looked at first
-_LEAST = 4  # samples: what is measured at the least; batch norm takes no single one
-_EASE = 0.85  # of the budget: what a step may take that is measured
-_CLOSE = 0.005  # how close to the largest batch an answer is
-_CLOSE_ENOUGH = 0.02  # the same where each try takes a plan
-_ROUGHLY = 0.03  # the same where another batch size stands for it
-_GUESSES = 2
-_GUESSER = "chen-recursive"  # a planner that takes no time and comes close to the least peak
-_SLACK = 0.0025  # by how much one batch size may misjudge another that is near
-_NEAR = 1.5  # the factor up to which one batch size stands for another
-_LOOKS = 6  # batch sizes that are looked at, at most, to be near enough
+SIZES = (8, 16)  # the batch sizes that are traced first
+MIN_MEASURED_SAMPLES = 4  # batch norm in training needs more than one sample
+MEASURED_BUDGET_RATIO = 0.85  # a measured step may take this share of the budget
+PLAIN_TOLERANCE_RATIO = 0.005  # how far the answer may be below the largest batch: plain,
+PLANNED_TOLERANCE_RATIO = 0.02  # planned,
+ESTIMATE_TOLERANCE_RATIO = 0.03  # and estimated from the reference batch size
+N_GUESSES = 2
+GUESS_PLANNER = "chen-recursive"  # takes no time and comes close to the least peak
+REFERENCE_ERROR_RATIO = 0.0025  # error of a peak that is extrapolated to a near batch size
+NEAR_RATIO = 1.5  # batch sizes are near up to this factor
+MAX_REFERENCES = 6  # reference batch sizes that are tried until one is near the answer
 
 
 def max_batch(
@@ -76,13 +76,13 @@ def max_batch(
     at_least: float | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> LargestBatch:
-    """The largest batch that a budget holds, plainly and planned, with the speed at each.
+    """The largest batch that fits into a budget, plain and planned, with the throughput of each.
 
     `make_batch(n)` returns a batch of n samples. `budget` is bytes or text with a unit, as in
-    "16GiB". `device="RTX 4090"` asks for a GPU that need not be here; otherwise the step is
-    measured where the model is, at batch sizes that fit with ease. The larger a batch, the more has
-    to be computed again: `at_least=0.95` asks for the largest, too, that is trained at 95% of the
-    plain step's samples a second or more.
+    "16GiB". `device="RTX 4090"` forecasts for a GPU that need not be in this machine; otherwise the
+    step is measured on the model's device, at batch sizes that fit easily. Larger batches need more
+    recomputation: `at_least=0.95` also asks for the largest batch that is trained at 95% or more of
+    the plain step's samples per second.
 
     >>> model = nn.Linear(64, 64)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -98,14 +98,16 @@ def max_batch(
     """
     check_types(train_step, model, optimizer)
     if not callable(make_batch):
-        raise TypeError("make_batch must be a function that returns a batch of so many samples")
+        raise TypeError("make_batch must be a function: make_batch(n) returns a batch of n samples")
     if isinstance(budget, str) and budget.strip().endswith("%"):
-        raise PlanError(f"a share of what? {budget!r} has no meaning here: give bytes, as in 16GiB")
+        raise PlanError(
+            f"a share has no meaning here, as batches vary: give bytes, as in 16GiB, not {budget!r}"
+        )
     if at_least is not None and not (isinstance(at_least, int | float) and 0 < at_least <= 1):
         raise PlanError(f"at_least is a share of the plain step's speed, in (0, 1], not {at_least}")
     budget_bytes = parse_bytes(budget)
     if budget_bytes <= 0:
-        raise PlanError(f"a budget of {budget!r} holds nothing: give bytes, as in 16GiB")
+        raise PlanError(f"the budget must be positive, as in 16GiB, and is {budget!r}")
     tell = progress or (lambda text: None)
     named = None if device is None else _named_gpu(device)
 
@@ -116,33 +118,33 @@ def max_batch(
 
 
 def _named_gpu(name: Any) -> Device:
-    """The GPU of a name; where the model itself lies is not one."""
+    """A GPU by its model name; "cpu" and "cuda" are not names of one."""
     if not isinstance(name, str) or name in ("cpu", "cuda"):
         raise ProfileError(
-            f"device={name!r}: give the name of a GPU, which need not be here, as in 'RTX 4090'; "
-            "without one, the step is measured where the model is."
+            f"device={name!r}: give the name of a GPU, as in 'RTX 4090', which need not be in this "
+            "machine; without device, the step is measured on the model's device."
         )
     return find_device(name)
 
 
-class _Look(NamedTuple):
-    """A step captured at one batch size."""
+class _Traced(NamedTuple):
+    """A step traced at one batch size."""
 
     batch: int
     captured: CapturedStep
 
 
 class _Step:
-    """The step at one batch size, in one form, planned for one budget after another.
+    """The step at one reference batch size, in one form, planned for several budgets.
 
-    Planners know a graph and its costs again, and take less time for its second budget. As sizes
-    grow nearly evenly with the batch, another budget stands for another batch size.
+    Planners cache their work on a graph, so that a second budget takes less time. As bytes grow
+    nearly linearly with the batch, another budget corresponds to another batch size.
     """
 
     def __init__(
         self, sized: Sized, captured: CapturedCosts, make: Planner, bytes_per_sample: Floats
     ) -> None:
-        """`sized` is the form that is planned; `bytes_per_sample` is of each of its storages."""
+        """`sized` is the form that is planned, `bytes_per_sample` the growth of each storage."""
         self.batch, self.form = sized
         self.captured = captured
         self._make = make
@@ -150,7 +152,7 @@ class _Step:
         self._costs = captured.costs_of(self.form)
 
     def plan(self, batch: float | None = None) -> Plan | None:
-        """A plan within the budget, or one that stands for another batch; None if there is none."""
+        """A plan within the budget, or within that of another batch size; None if infeasible."""
         budget_bytes = self.captured.budget_bytes
         if batch is not None:
             budget_bytes = self.fixed_bytes + int(self._growing_bytes * self.batch / batch)
@@ -161,16 +163,16 @@ class _Step:
             return None
 
     def reach(self, plan: Plan) -> float:
-        """The largest batch that a plan of this one would fit at."""
+        """The largest batch at which this plan would fit into the budget."""
         return self.batch * self._growing_bytes / max(plan.peak_bytes - self.fixed_bytes, 1)
 
     def trace(self, plan: Plan) -> Trace:
-        """A plan on paper."""
+        """The simulation of a plan."""
         return simulate(self.form, self._costs, plan)
 
     @cached_property
     def least(self) -> Plan:
-        """The plan of least peak that the planner knows of."""
+        """The plan with the least peak that the planner finds."""
         try:
             return self._make(self.form, self._costs, 1)
         except InfeasibleBudget as error:
@@ -178,40 +180,44 @@ class _Step:
 
     @cached_property
     def fixed_bytes(self) -> int:
-        """What is there at the least peak whatever the batch."""
+        """The bytes at the least peak that do not depend on the batch size."""
         trace = self.trace(self.least)
-        there = self._bytes_per_sample[trace.alive_at(trace.peak_position)]
-        growing = int(self.batch * there.sum()) + self.captured.engine_bytes_of(self.form)
+        live = self._bytes_per_sample[trace.alive_at(trace.peak_position)]
+        growing = int(self.batch * live.sum()) + self.captured.engine_bytes_of(self.form)
         if self.form.ops[trace.peak_op].phase is not Phase.OPTIMIZER:
             growing += self._costs.costs[trace.peak_op].workspace_bytes
         return trace.peak_bytes - growing
 
     @property
     def slack(self) -> float:
-        """By what share another batch may be misjudged: allocators round up what grows evenly."""
+        """The error of extrapolated peaks, as a share: allocators round sizes up."""
         trace = self.trace(self.least)
         growing = [i for i in trace.alive_at(trace.peak_position) if self._bytes_per_sample[i]]
         exact = sum(self.form.storages[i].nbytes for i in growing)
         rounded = int(trace.sizes_bytes[growing].sum())
-        return _SLACK + (rounded - exact) / max(exact, 1)
+        return REFERENCE_ERROR_RATIO + (rounded - exact) / max(exact, 1)
 
     @property
     def holds_gradients(self) -> bool:
-        """Whether the least peak would be lower without gradients that wait for the optimizer."""
+        """True if early updates would lower the least peak: gradients are live at it."""
         trace = self.trace(self.least)
         lower = int((trace.live_bytes - trace.by_role[ROLES.index(Role.GRAD)]).max(initial=0))
-        return trace.peak_bytes - lower > _CLOSE * (trace.peak_bytes - self.fixed_bytes)
+        return trace.peak_bytes - lower > PLAIN_TOLERANCE_RATIO * (
+            trace.peak_bytes - self.fixed_bytes
+        )
 
     @property
     def _growing_bytes(self) -> int:
         return max(self.captured.budget_bytes - self.fixed_bytes, 0)
 
     def _planned(self, form: StepGraph, costs: Profile, budget_bytes: int) -> Plan:
-        """The planner, given the very same costs each time: it knows them again by that."""
+        """The planner with the same `Profile` object in each call, by which it finds its cache."""
         return self._make(form, self._costs, budget_bytes)
 
 
 class _Search:
+    """The search for the largest batch: plain, planned, and planned with a given throughput."""
+
     def __init__(
         self,
         at: Callable[[int], Parts],
@@ -228,28 +234,28 @@ class _Search:
         self.costs: tuple[Profile, Profile] | None = None
 
     def run(self, at_least: float | None) -> LargestBatch:
-        looks = [self._look(batch) for batch in SIZES]
-        self.growth = _growth(looks)
+        traced = [self._trace(batch) for batch in SIZES]
+        self.growth = _growth(traced)
         if self.device is None:
-            looks = self._measured(looks)
-        self.recording = looks[-1].captured.recording
-        self.tell("looking for the largest batch of the plain step")
+            traced = self._measured(traced)
+        self.recording = traced[-1].captured.recording
+        self.tell("searching the largest batch of the plain step")
         plain = self._largest_plain()
         quick = None
-        with collected_later():  # planners make many small objects, and hardly any cycles
-            self.tell("looking for the largest batch of a planned step")
+        with collected_later():  # planners allocate many objects and few cycles
+            self.tell("searching the largest batch of a planned step")
             planned = self._largest_planned()
             if plain is not None and (planned is None or planned.batch < plain.batch):
                 planned = plain
             if plain is not None and planned is not None and at_least is not None:
                 quick = self._quickest(plain, planned, at_least)
             least_bytes = self._light_step(1).least.peak_bytes if planned is None else None
-        profile = self._captured(looks[-1].batch).profile
+        profile = self._captured(traced[-1].batch).profile
         about = self.budget_bytes, profile.device, profile.method
         return LargestBatch(*about, plain, planned, at_least, quick, least_bytes)
 
     def _largest_plain(self, share: float = 1.0) -> Fit | None:
-        """The largest batch of the plain step that takes no more than a share of the budget."""
+        """The largest batch of the plain step within a share of the budget."""
         traces: dict[int, Trace] = {}
 
         def peak_bytes(batch: int) -> int:
@@ -257,30 +263,27 @@ class _Search:
             return traces[batch].peak_bytes
 
         most = share * self.budget_bytes
-        found = largest_within(peak_bytes, most, start=SIZES[-1], close=_CLOSE)
+        found = largest_within(peak_bytes, most, start=SIZES[-1], close=PLAIN_TOLERANCE_RATIO)
         return Fit(found, traces[found].peak_bytes, traces[found].step_us) if found else None
 
     def _largest_planned(self) -> Fit | None:
-        """The largest batch that can be planned."""
+        """The largest batch for which there is a plan."""
         batch = self._guess()
-        for _ in range(_LOOKS):
+        for _ in range(MAX_REFERENCES):
             self.step = self._light_step(batch)
             between = self._between()
-            if batch / _NEAR <= max(1, between.fits) <= batch * _NEAR:
+            if batch / NEAR_RATIO <= max(1, between.fits) <= batch * NEAR_RATIO:
                 break
             batch = max(1, min(MOST, int(between.fits)))
         fails = min(between.fails * (1 + self.step.slack), MOST)
         between = Between(min(between.fits, MOST), fails)
         planned = partial(self._planned_as, is_early=self.is_early)
-        return close_in(planned, between, _CLOSE_ENOUGH)
+        return close_in(planned, between, PLANNED_TOLERANCE_RATIO)
 
     def _guess(self) -> int:
-        """About the largest batch that can be planned, by a planner that takes no time.
-
-        Its plan may show, too, that parameters had better be updated as their gradients come.
-        """
-        batch, make = 4 * SIZES[-1], find_planner(_GUESSER)
-        for _ in range(_GUESSES):
+        """A rough largest batch, by a fast planner; also decides whether to update early."""
+        batch, make = 4 * SIZES[-1], find_planner(GUESS_PLANNER)
+        for _ in range(N_GUESSES):
             captured = self._captured(batch)
             sized = Sized(batch, captured.graph)
             step = _Step(sized, captured, make, self.growth.bytes_per_sample)
@@ -290,7 +293,7 @@ class _Search:
         return batch
 
     def _light_step(self, batch: int) -> _Step:
-        """The step at a batch size, its parameters updated early if that lowers the least peak."""
+        """The step at a batch size, with early updates if they lower the least peak."""
         step = self._step(batch, is_early=self.is_early)
         if self.can_be_early and not self.is_early and step.holds_gradients:
             self.is_early = True
@@ -298,39 +301,41 @@ class _Search:
         return step
 
     def _between(self) -> Between:
-        """Where the largest batch lies, as far as the step at hand can stand for others."""
+        """The interval of the largest batch, estimated from the reference batch size."""
 
         def can_plan(batch: float) -> bool:
-            self.tell(f"looking for plans like that of a batch of {batch:.0f}")
+            self.tell(f"estimating a batch of {batch:.0f}")
             return self.step.plan(batch) is not None
 
         known = self.step.reach(self.step.least)
         return descend(can_plan, max(known, 0.5))
 
     def _quickest(self, plain: Fit, planned: Fit, at_least: float) -> Fit:
-        """The largest batch that is trained at a share of the plain step's speed."""
+        """The largest batch that is trained at a share of the plain step's throughput."""
         if planned.samples_per_s >= at_least * plain.samples_per_s:
             return planned
         start = Between(min(2 * plain.batch, (plain.batch * planned.batch) ** 0.5), planned.batch)
-        about, fails = quickest(self._about, plain, at_least, start, _ROUGHLY)
-        is_near = about.batch * _NEAR >= self.step.batch
-        beyond = min(fails * (1 + (self.step.slack if is_near else _CLOSE)), planned.batch)
-        between = Between(max(about.batch, beyond / (1 + _CLOSE_ENOUGH) + 1), beyond)
-        found, fails = quickest(self._planned, plain, at_least, between, _CLOSE_ENOUGH)
+        about, fails = quickest(self._about, plain, at_least, start, ESTIMATE_TOLERANCE_RATIO)
+        is_near = about.batch * NEAR_RATIO >= self.step.batch
+        beyond = min(
+            fails * (1 + (self.step.slack if is_near else PLAIN_TOLERANCE_RATIO)), planned.batch
+        )
+        between = Between(max(about.batch, beyond / (1 + PLANNED_TOLERANCE_RATIO) + 1), beyond)
+        found, fails = quickest(self._planned, plain, at_least, between, PLANNED_TOLERANCE_RATIO)
         if fails < round(beyond) or fails >= planned.batch:
             return found
-        # Nothing that was planned has failed: the batch that stood for it was misleading.
+        # Every planned batch is fast enough: the estimate was too low.
         can = partial(self._quick, at_least * plain.samples_per_s)
-        return climb(can, found, planned.batch, _CLOSE_ENOUGH)
+        return climb(can, found, planned.batch, PLANNED_TOLERANCE_RATIO)
 
     def _quick(self, samples_per_s: float, batch: int) -> Fit | None:
-        """A batch that is planned, if it is trained that fast."""
+        """A planned batch, if its throughput is high enough; else None."""
         found = self._planned(batch)
         return found if found is not None and found.samples_per_s >= samples_per_s else None
 
     def _about(self, batch: int) -> Fit | None:
-        """A batch as if it were planned: slowed down as the step at hand is by such a plan."""
-        self.tell(f"looking for plans like that of a batch of {batch}")
+        """A batch with the slowdown of the reference batch size under the corresponding budget."""
+        self.tell(f"estimating a batch of {batch}")
         plan = self.step.plan(batch)
         if plan is None:
             return None
@@ -338,7 +343,7 @@ class _Search:
         return Fit(batch, self.budget_bytes, slowdown * self._captured(batch).profile.step_us)
 
     def _planned(self, batch: int) -> Fit | None:
-        """A batch planned at its own size, with early updates where nothing else will do."""
+        """A batch planned at its own size, with early updates if nothing else fits."""
         found = self._planned_as(batch, is_early=False)
         return self._planned_as(batch, is_early=True) if found is None and self.is_early else found
 
@@ -348,35 +353,37 @@ class _Search:
         plan = step.plan()
         return None if plan is None else Fit(batch, plan.peak_bytes, step.trace(plan).step_us)
 
-    def _look(self, batch: int) -> _Look:
-        self.tell(f"capturing a step of batch {batch}")
+    def _trace(self, batch: int) -> _Traced:
+        self.tell(f"tracing a step of batch {batch}")
         parts = self.at(batch)
         is_here = any(param.is_cuda for param in parts[1].parameters())
-        return _Look(batch, CapturedStep(*parts, as_on_gpu=self.device is not None and not is_here))
+        return _Traced(
+            batch, CapturedStep(*parts, as_on_gpu=self.device is not None and not is_here)
+        )
 
-    def _measured(self, looks: list[_Look]) -> list[_Look]:
-        """Looks at two sizes that fit with ease, and what their ops cost, measured."""
-        batch = self._largest_plain(_EASE)
-        large = max(_LEAST, batch.batch) if batch else _LEAST
+    def _measured(self, traced: list[_Traced]) -> list[_Traced]:
+        """Measure the step at two batch sizes that fit easily."""
+        batch = self._largest_plain(MEASURED_BUDGET_RATIO)
+        large = max(MIN_MEASURED_SAMPLES, batch.batch) if batch else MIN_MEASURED_SAMPLES
         sizes = (large // 2, large)
-        if sizes != tuple(look.batch for look in looks):
-            looks = [self._look(size) for size in sizes]
-            self.growth = _growth(looks)
+        if sizes != tuple(each.batch for each in traced):
+            traced = [self._trace(size) for size in sizes]
+            self.growth = _growth(traced)
         costs = []
-        for look in looks:
-            self.tell(f"measuring a step of batch {look.batch}")
-            made = self.at(look.batch)
-            captured = look.captured
+        for each in traced:
+            self.tell(f"measuring a step of batch {each.batch}")
+            made = self.at(each.batch)
+            captured = each.captured
             batch_tensors = batch_tree.flatten(made[3]).tensors
             costs.append(
                 measured_profile(captured.recording, captured.graph, batch_tensors, captured.device)
             )
             del made, batch_tensors
         self.costs = costs[0], costs[1]
-        return looks
+        return traced
 
     def _step(self, batch: int, *, is_early: bool) -> _Step:
-        """The step at a batch size, in the form that `optimize` would plan."""
+        """The step at a batch size, in the form that `optimize` plans."""
         captured = self._captured(batch)
         form = improved(self.recording, captured.graph)
         if is_early:
@@ -387,7 +394,7 @@ class _Search:
         graph = self.growth.at(batch)
         profile = self._profile(graph, batch)
         inputs = _batch_bytes(graph)
-        extra_bytes = inputs if profile.allocator == "cuda" else 0  # CUDA graphs have a copy
+        extra_bytes = inputs if profile.allocator == "cuda" else 0  # CUDA graphs copy it
         return CapturedCosts(graph, profile, self.budget_bytes, extra_bytes)
 
     def _profile(self, graph: StepGraph, batch: int) -> Profile:
@@ -396,7 +403,7 @@ class _Search:
         if self.device is not None:
             return analytic_profile(graph, self.device)
         on_gpu = any(storage.device.startswith("cuda") for storage in graph.storages)
-        costs = (OpCost(0.0),) * len(graph.ops)  # nothing is measured yet: bytes alone matter
+        costs = (OpCost(0.0),) * len(graph.ops)  # not measured yet: only bytes matter
         return Profile("", graph.fingerprint, costs, "cuda" if on_gpu else "exact")
 
     def _plain_trace(self, batch: int) -> Trace:
@@ -408,17 +415,17 @@ def _batch_bytes(graph: StepGraph) -> int:
     return sum(storage.nbytes for storage in graph.storages if storage.role is Role.INPUT)
 
 
-def _growth(looks: Sequence[_Look]) -> Growth:
-    small, large = (Sized(look.batch, look.captured.graph) for look in looks)
+def _growth(traced: Sequence[_Traced]) -> Growth:
+    small, large = (Sized(each.batch, each.captured.graph) for each in traced)
     if _batch_bytes(small.graph) == _batch_bytes(large.graph):
         raise ProfileError(
-            f"the batch takes as many bytes for {small.batch} samples as for {large.batch}: does "
-            "what makes it look at the number that it is given?"
+            f"the batch has as many bytes for {small.batch} samples as for {large.batch}: does "
+            "make_batch use its argument?"
         )
     try:
         return Growth(small, large)
     except Uneven as error:
         raise ProfileError(
             f"the largest batch cannot be forecast: {error} "
-            f"(looked at {small.batch} and {large.batch})."
+            f"(traced at {small.batch} and {large.batch})."
         ) from None

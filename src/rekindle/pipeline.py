@@ -130,55 +130,48 @@ def prepare_step(
     improves: bool = False,
     as_on_gpu: bool = False,
 ) -> Variant:
-    """Run all stages, from the user's function to an engine.
+    """All stages, from the user's function to an engine that runs it.
 
     Without a request nothing is dropped: the step runs as it was captured, or, if it `improves`,
-    with small ops batched and results written in place.
+    with small ops batched and results written in place. Raises InfeasibleBudget if no plan stays
+    within the budget.
     """
     device = device_of(model)
-    recording = record(train_step, model, optimizer, batch, as_on_gpu=as_on_gpu)  # tracing/
-    recording = engines.prepare(recording)  # engines/inductor: compiled groups, where asked
-    graph = lift(recording)  # tracing/lift: no torch from here on
     tensors = batch_tree.flatten(batch).tensors
-    if request is None:
-        planned = None
-        form = improved(recording, graph) if improves else None
-        engine = build_engine(recording, form, engines, graph)
-    else:
-        planned = plan_step(recording, graph, tensors, device, engines, request)
-        engine = build_planned_engine(recording, planned, engines, device)
-    return Variant(recording, graph, device, engine, Guard(recording), planned)
 
+    # tracing/: the user's function runs once on fake tensors, and every op is recorded.
+    recording = record(train_step, model, optimizer, batch, as_on_gpu=as_on_gpu)
 
-def plan_step(
-    recording: Recording,
-    graph: StepGraph,
-    batch: list[torch.Tensor],
-    device: torch.device,
-    engines: EngineFactory,
-    request: PlanRequest,
-) -> PlannedStep:
-    """Measure a captured step and plan it within the budget; or take what the request brings.
+    # engines/inductor/, if asked for: groups of small ops become one compiled op each.
+    recording = engines.prepare(recording)
 
-    Raises InfeasibleBudget if no plan stays within the budget.
-    """
-    engine_bytes = engines.extra_bytes(batch)
-    plan, profile = request.plan, request.profile
-    if plan is not None:
-        form = form_of(plan, recording, graph) or graph
-        plan.check(form)
-        costs = None
-        if profile is not None:
-            costs = CapturedCosts(graph, profile, plan.budget_bytes, engine_bytes).costs_of(form)
-        return PlannedStep(plan, form, costs, profile, plan.budget_bytes)
-    if profile is None:
-        profile = measured_profile(recording, graph, batch, device)  # measuring/
-        if device.type == "cuda":
+    # tracing/lift: the step as data. Nothing from here to the schedule knows torch.
+    graph = lift(recording)
+
+    planned = None
+    if request is not None and request.plan is not None:
+        planned = _given_plan(request, recording, graph, engines.extra_bytes(tensors))
+    elif request is not None:
+        # measuring/: the time and workspace of every op.
+        profile = request.profile or measured_profile(recording, graph, tensors, device)
+        if device.type == "cuda" and request.profile is None:
             torch.cuda.empty_cache()  # measuring needs more memory than the step will
-    budget_bytes = parse_budget(request.budget, simulate(graph, profile).peak_bytes)
-    captured = CapturedCosts(graph, profile, budget_bytes, engine_bytes)
-    planner = find_planner(request.planner)
-    return choose_form(recording, captured, planner, has_graphs=engines.has_graphs)
+
+        # core/rewrite/, planners/: a form of the step, and a checked plan of it.
+        budget_bytes = parse_budget(request.budget, simulate(graph, profile).peak_bytes)
+        captured = CapturedCosts(graph, profile, budget_bytes, engines.extra_bytes(tensors))
+        planner = find_planner(request.planner)
+        planned = choose_form(recording, captured, planner, has_graphs=engines.has_graphs)
+
+    # rewriting/, engines/: the plan's schedule written into the recording, proven, and run.
+    if planned is not None:
+        engine = build_engine(recording, planned.graph, engines, planned, device)
+    elif improves:
+        engine = build_engine(recording, improved(recording, graph), engines)
+    else:
+        optimizer_bytes = analyze(graph).optimizer_bytes()
+        engine = engines.build(Program(recording, None, optimizer_bytes), graph)
+    return Variant(recording, graph, device, engine, Guard(recording), planned)
 
 
 def choose_form(
@@ -265,35 +258,44 @@ def replan(variant: Variant, peak_bytes: int, engines: EngineFactory, request: P
     log.warning("planned again, for %s less", format_bytes(over_bytes))
     variant.planned = planned._replace(plan=plan, profile=profile)
     variant.is_replanned = True
-    variant.engine = build_planned_engine(
-        variant.recording, variant.planned, engines, variant.device
+    variant.engine = build_engine(
+        variant.recording, planned.graph, engines, variant.planned, variant.device
     )
     return True
 
 
 def build_engine(
-    recording: Recording, form: StepGraph | None, engines: EngineFactory, graph: StepGraph
+    recording: Recording,
+    form: StepGraph,
+    engines: EngineFactory,
+    planned: PlannedStep | None = None,
+    device: torch.device | None = None,
 ) -> Engine:
-    """The engine of a step that drops nothing: in a form of it, or as it was recorded."""
-    optimizer_bytes = analyze(graph).optimizer_bytes()
-    if form is None:
-        return engines.build(Program(recording, None, optimizer_bytes), graph)
-    schedule = tuple(schedule_of(form, None))
-    rewritten = rewrite(recording, form, schedule)  # rewriting/
+    """Write a schedule into the recording, check the result, and build the engine that runs it.
+
+    The schedule is the plan's, or the one of a form of which nothing is dropped.
+    """
+    plan, profile = (planned.plan, planned.profile) if planned else (None, None)
+    schedule = plan.schedule if plan else tuple(schedule_of(form, None))
+    rewritten = rewrite(recording, form, schedule)
     check_rewritten(recording, form, rewritten, schedule)
-    return engines.build(Program(recording, rewritten, optimizer_bytes), form)
+    growing = growing_for(plan.peak_bytes, device) if plan and device else None
+    program = Program(recording, rewritten, _optimizer_bytes(form, planned), growing)
+    return engines.build(program, form, plan, profile)
 
 
-def build_planned_engine(
-    recording: Recording, planned: PlannedStep, engines: EngineFactory, device: torch.device
-) -> Engine:
-    """The engine of a planned step: rewritten by its schedule, and checked."""
-    form, plan = planned.graph, planned.plan
-    rewritten = rewrite(recording, form, plan.schedule)  # rewriting/
-    check_rewritten(recording, form, rewritten, plan.schedule)
-    growing = growing_for(plan.peak_bytes, device)
-    program = Program(recording, rewritten, _optimizer_bytes(planned), growing)
-    return engines.build(program, form, plan, planned.profile)
+def _given_plan(
+    request: PlanRequest, recording: Recording, graph: StepGraph, engine_bytes: int
+) -> PlannedStep:
+    """A plan made before, of the step as it was captured or of one of its forms."""
+    plan, profile = request.plan, request.profile
+    assert plan is not None
+    form = form_of(plan, recording, graph) or graph
+    plan.check(form)
+    costs = None
+    if profile is not None:
+        costs = CapturedCosts(graph, profile, plan.budget_bytes, engine_bytes).costs_of(form)
+    return PlannedStep(plan, form, costs, profile, plan.budget_bytes)
 
 
 def form_of(plan: Plan, recording: Recording, graph: StepGraph) -> StepGraph | None:
@@ -326,13 +328,13 @@ def _added_us(planned: PlannedStep) -> float:
     return planned.plan.recompute_us + len(planned.graph.early_updates) * OPTIMIZER_CALL_US
 
 
-def _optimizer_bytes(planned: PlannedStep) -> list[int]:
-    """The bytes that the step allocates from its first update on."""
-    plan, form, profile, *_ = planned
+def _optimizer_bytes(form: StepGraph, planned: PlannedStep | None) -> list[int]:
+    """The sizes of what the step allocates from its first update on."""
+    profile = planned.profile if planned else None
     updates = form.early_updates
-    if not updates or profile is None:
+    if planned is None or profile is None or not updates:
         return analyze(form).optimizer_bytes()
-    trace = simulate(form, profile, plan)
+    trace = simulate(form, profile, planned.plan)
     first = int(np.argmax(trace.ops == updates[0]))
     more = trace.live_bytes[first:].max() - trace.live_bytes[first]
     return [int(more) + int(profile.workspaces_bytes[updates[0]])]

@@ -1,4 +1,4 @@
-"""The training step as users hold it."""
+"""The training step that `optimize` returns."""
 
 from __future__ import annotations
 
@@ -31,44 +31,43 @@ class TrainStep:
 
     @property
     def captured(self) -> CapturedStep:
-        """The captured step that runs."""
+        """The captured step behind this one."""
         return self._captured
 
     @property
     def graph(self) -> StepGraph:
-        """The step that runs, as a torch-free graph; `profile` and `plan` are of this one.
+        """The step that runs, as a torch-free graph; `profile` and `plan` are of this graph.
 
-        Under a budget, that is the captured step with ops that write in place, and with parameters
-        updated as their gradients come where that helps; `captured.graph` is as it was captured,
-        which is what is shown without a budget.
+        Under a budget it is an improved form of the captured step: ops write in place, and
+        parameters may be updated early. `captured.graph` is the step as it was captured.
         """
         planned = self._captured.planned
         return planned.graph if planned else self._captured.graph
 
     @property
     def profile(self) -> Profile | None:
-        """What every op costs; None for a step without a budget, which is not profiled."""
+        """The cost of every op; None without a budget, as the step is not profiled then."""
         planned = self._captured.planned
         return planned.profile if planned else None
 
     @property
     def plan(self) -> Plan | None:
-        """What is kept and what is computed again; None for a step without a budget."""
+        """Which activations are kept and which recomputed; None without a budget."""
         planned = self._captured.planned
         return planned.plan if planned else None
 
     @property
     def budget_bytes(self) -> int | None:
-        """What the step may take; its plan stays a little below. None where nothing was asked."""
+        """The budget; the plan stays a margin below it. None without a budget."""
         planned = self._captured.planned
         return planned.budget_bytes if planned else None
 
     @property
     def trace(self) -> Trace | None:
-        """Bytes and microseconds at every position, as forecast; None without a profile.
+        """The forecast of bytes and microseconds at every position; None without a profile.
 
-        Where the step is going to run from CUDA graphs, what it makes lies in one arena, and its
-        peak is a little below the plan's, which also holds for the first step.
+        CUDA graphs allocate from one arena, so that their peak is slightly below the plan's, which
+        also covers the first step.
         """
         planned = self._captured.planned
         if planned is None or planned.profile is None:
@@ -80,13 +79,13 @@ class TrainStep:
 
     @property
     def plain_profile(self) -> Profile | None:
-        """What every op of the plain step costs, as it was captured; None without a budget."""
+        """The cost of every op of the step as it was captured; None without a budget."""
         planned = self._captured.planned
         return planned.captured_profile if planned else None
 
     @property
     def plain_trace(self) -> Trace | None:
-        """Bytes and microseconds of the plain step, as forecast; None without a profile."""
+        """The forecast of the plain step; None without a profile."""
         profile = self.plain_profile
         return None if profile is None else simulate(self._captured.graph, profile)
 
@@ -102,7 +101,7 @@ class TrainStep:
 
     @property
     def graphs_peak_bytes(self) -> int:
-        """What the step needed when it was captured in CUDA graphs; 0 where it was not."""
+        """The peak of the step when it was captured in CUDA graphs; 0 without graphs."""
         return self._captured.graphs_peak_bytes
 
     @property
@@ -111,7 +110,7 @@ class TrainStep:
         return self._captured.n_captures
 
     def measure(self, batch: Any, steps: int = 5) -> Measurement:
-        """Run a few steps (they train!) and measure them, after two to warm up."""
+        """Run a few steps and measure peak and time, after two warm-up steps. All of them train."""
         captured = self._captured
         found = measure(
             lambda: self(batch),
@@ -123,14 +122,14 @@ class TrainStep:
         return replace(found, peak_bytes=max(found.peak_bytes, captured.graphs_peak_bytes))
 
     def report(self, path: str | Path) -> None:
-        """Write the page about this step: what it holds when, and what was decided and why.
+        """Write an HTML page about the step: memory over time, and every decision with its reason.
 
-        The page needs a profile, so the step a budget; it opens in any browser, without a network.
+        It needs a profile, and so a budget. The page opens in any browser, without a network.
         """
         plan, profile, trace = self.plan, self.profile, self.trace
         if plan is None or profile is None or trace is None:
             raise ReportError(
-                "there is nothing to report of a step without a profile: give optimize a budget, "
+                "a step without a profile has no report: give optimize a budget, "
                 "or use rekindle.profile and rekindle.simulate."
             )
         unplanned = simulate(self.graph, profile)
@@ -148,7 +147,7 @@ class TrainStep:
         )
 
     def __reduce__(self) -> NoReturn:
-        """Refuse to be pickled or copied: it is bound to the very objects it trains."""
+        """Refuse to be pickled or copied: the step is bound to the model that it trains."""
         raise TypeError(
             "a TrainStep cannot be pickled or copied: save model.state_dict() and "
             "optimizer.state_dict(), the plan with rekindle.save_plan, and call optimize again."
