@@ -16,6 +16,7 @@ from rekindle.core.graph.graph import StepGraph
 from rekindle.engines.engine import EngineInfo
 from rekindle.engines.select_engine import EngineFactory
 from rekindle.errors import RekindleError
+from rekindle.measuring.peak_monitor import PeakMonitor
 from rekindle.measuring.timing import tensors_around
 from rekindle.pipeline import PlannedStep, PlanRequest, Variant, device_of, prepare_step, replan
 from rekindle.rewriting.early_updates import is_one_by_one
@@ -179,13 +180,13 @@ class CapturedStep:
         self, variant: Variant, batch: list[torch.Tensor], state: list[torch.Tensor]
     ) -> Any:
         """Run one step; on CUDA, the first one under a budget is measured and held to it."""
-        is_watched = variant.planned and not variant.has_run and variant.device.type == "cuda"
+        monitor = PeakMonitor(variant.device)
+        is_watched = variant.planned and not variant.has_run and monitor.is_active
         if is_watched:
-            torch.cuda.reset_peak_memory_stats(variant.device)
+            monitor.start()
         result = variant.engine(batch, state)
         if is_watched:
-            allocated_bytes = torch.cuda.max_memory_allocated(variant.device)
-            self.hold_to_budget(variant, max(variant.engine.peak_bytes, allocated_bytes))
+            self.hold_to_budget(variant, max(variant.engine.peak_bytes, monitor.stop() or 0))
         elif variant.planned and variant.engine.peak_bytes > variant.planned.budget_bytes:
             self._hold_graphs_to_budget(variant)
         variant.has_run = True

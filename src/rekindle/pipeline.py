@@ -30,6 +30,7 @@ from rekindle.engines.select_engine import EngineFactory
 from rekindle.errors import InfeasibleBudget, PlanError
 from rekindle.measuring import interpreter, measure, profile_cache
 from rekindle.measuring.meters import clear_workspaces
+from rekindle.measuring.peak_monitor import report_peak
 from rekindle.planners.registry import Planner, find_planner
 from rekindle.rewriting.apply_schedule import rewrite
 from rekindle.rewriting.step_forms import improved, with_early_updates
@@ -238,12 +239,7 @@ def replan(variant: Variant, peak_bytes: int, engines: EngineFactory, request: P
     over_bytes = peak_bytes - planned.budget_bytes
     if over_bytes <= 0 or variant.is_replanned:
         return False
-    log.warning(
-        "the step took %s, and the budget is %s (%s was forecast)",
-        format_bytes(peak_bytes),
-        format_bytes(planned.budget_bytes),
-        format_bytes(planned.plan.peak_bytes),
-    )
+    report_peak(peak_bytes, planned.plan.peak_bytes, planned.budget_bytes)
     if planned.profile is None:
         return False
     unknown_bytes = peak_bytes - planned.plan.peak_bytes

@@ -137,56 +137,49 @@ def memory_snapshot(device: torch.device | None = None) -> dict[str, Any]:
 
 _COMPILER = {
     # Compiles a graph that Dynamo captured, and one part of it.
-    "compile_fx": "torch._inductor.compile_fx",
-    "compile_fx_inner": "torch._inductor.compile_fx",
+    "compile_fx": "torch._inductor.compile_fx:compile_fx",
+    "compile_fx_inner": "torch._inductor.compile_fx:compile_fx_inner",
     # Inductor's decompositions, options, options of a mode, and the ops it adds to torch's.
-    "select_decomp_table": "torch._inductor.decomposition",
+    "select_decomp_table": "torch._inductor.decomposition:select_decomp_table",
     "inductor_config": "torch._inductor.config",
-    "list_mode_options": "torch._inductor",
+    "list_mode_options": "torch._inductor:list_mode_options",
     "inductor_prims": "torch._inductor.inductor_prims",
     # The documented hooks for custom partitioners and passes.
-    "CustomGraphPass": "torch._inductor.custom_graph_pass",
-    "CustomPartitionerFn": "torch._inductor.custom_graph_pass",
+    "CustomGraphPass": "torch._inductor.custom_graph_pass:CustomGraphPass",
+    "CustomPartitionerFn": "torch._inductor.custom_graph_pass:CustomPartitionerFn",
     # Decides whether a freed buffer is held for a later one; replaced while graphs are compiled.
-    "AllocateLine": "torch._inductor.codegen.wrapper",
+    "AllocateLine": "torch._inductor.codegen.wrapper:AllocateLine",
     # One kernel for the same computation on many tensors.
-    "foreach_map": "torch._higher_order_ops",
+    "foreach_map": "torch._higher_order_ops:_foreach_map",
     # AOTAutograd with a partitioner of our own, and a compiler that runs a graph as it is.
-    "aot_autograd": "torch._dynamo.backends.common",
-    "boxed_nop": "torch._dynamo.backends.debugging",
+    "aot_autograd": "torch._dynamo.backends.common:aot_autograd",
+    "boxed_nop": "torch._dynamo.backends.debugging:boxed_nop",
     "functorch_config": "torch._functorch.config",
     # The cut of a joint graph into forward and backward module, ours and torch's.
-    "extract_fwd_bwd_modules": "torch._functorch.partitioners",
-    "must_be_in_forward": "torch._functorch.partitioners",
-    "must_be_in_backward": "torch._functorch.partitioners",
-    "min_cut_rematerialization_partition": "torch._functorch.partitioners",
-    "fx_graph_cse": "torch._functorch.compile_utils",
-    "raise_getitems": "torch._functorch.compile_utils",
+    "extract_fwd_bwd_modules": "torch._functorch.partitioners:_extract_fwd_bwd_modules",
+    "must_be_in_forward": "torch._functorch.partitioners:_must_be_in_forward",
+    "must_be_in_backward": "torch._functorch.partitioners:_must_be_in_backward",
+    "min_cut_partition": "torch._functorch.partitioners:min_cut_rematerialization_partition",
+    "fx_graph_cse": "torch._functorch.compile_utils:fx_graph_cse",
+    "raise_getitems": "torch._functorch.compile_utils:raise_getitems",
     # What torch.compile returns, and whether compiled autograd runs.
-    "OptimizedModule": "torch._dynamo.eval_frame",
+    "OptimizedModule": "torch._dynamo.eval_frame:OptimizedModule",
     "compiled_autograd": "torch._dynamo.compiled_autograd",
     # The contexts in which Dynamo compiles, entered again when a backward pass is compiled later.
-    "CompileContext": "torch._guards",
-    "TracingContext": "torch._guards",
-    "compile_context": "torch._guards",
-    "tracing": "torch._guards",
+    "CompileContext": "torch._guards:CompileContext",
+    "TracingContext": "torch._guards:TracingContext",
+    "compile_context": "torch._guards:compile_context",
+    "tracing": "torch._guards:tracing",
 }
-_UNDERSCORED = (
-    "extract_fwd_bwd_modules",
-    "must_be_in_forward",
-    "must_be_in_backward",
-    "foreach_map",
-)
 
 
 def __getattr__(name: str) -> Any:
     """Import a name of torch's compiler when it is first asked for."""
-    source = _COMPILER.get(name)
-    if source is None:
+    if name not in _COMPILER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    is_module = source.endswith(f".{name}") or name.endswith("_config")
-    found = importlib.import_module(source)
-    if not is_module:
-        found = getattr(found, f"_{name}" if name in _UNDERSCORED else name)
+    module, _, attribute = _COMPILER[name].partition(":")
+    found = importlib.import_module(module)
+    if attribute:
+        found = getattr(found, attribute)
     globals()[name] = found
     return found

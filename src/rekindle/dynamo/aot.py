@@ -34,7 +34,7 @@ from rekindle.torch_internals import (
     inductor_config,
     is_traceable_wrapper_subclass,
     list_mode_options,
-    min_cut_rematerialization_partition,
+    min_cut_partition,
     pytree,
     raise_getitems,
     tracing,
@@ -234,7 +234,7 @@ def cut(
 
 def torch_partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> Modules:
     """The cut that plain `torch.compile` makes."""
-    return min_cut_rematerialization_partition(joint, inputs, **kwargs)
+    return min_cut_partition(joint, inputs, **kwargs)
 
 
 def without_repeats(joint: fx.GraphModule) -> None:
