@@ -55,9 +55,15 @@ test-newest: .venv-newest/.stamp
 bench: setup
 	$(PY) benchmarks/replay.py
 
-# docs/experiments.md and its figures, from the results that are there; nothing is measured.
+# docs/results/experiments.md and its figures, from the stored results; nothing is measured.
 experiments: setup
 	$(PY) -m experiments.document
+
+# The site, in build/site. It is built from the sources alone, in an environment without torch.
+.PHONY: docs
+docs: .venv-docs/.stamp
+	.venv-docs/bin/mkdocs build --strict --quiet
+	@echo "open build/site/index.html"
 
 clean:
 	rm -rf build dist rekindle-demo .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
@@ -73,4 +79,9 @@ clean:
 	$(call venv,.venv-newest)
 	sed -n 's/==.*//p' requirements.txt | xargs $(PY_NEWEST) $(PIP_INSTALL) --upgrade
 	$(PY_NEWEST) $(PIP_INSTALL) --no-deps --no-build-isolation -e .
+	@touch $@
+
+.venv-docs/.stamp: docs/requirements.txt
+	$(call venv,.venv-docs)
+	.venv-docs/bin/python $(PIP_INSTALL) -r docs/requirements.txt
 	@touch $@

@@ -2,7 +2,7 @@
 
     python -m experiments.collect --list                      # what there is, and how long it takes
     python -m experiments.collect --piece NAME --out FOLDER   # measure one piece
-    python -m experiments.document                            # write docs/experiments.md
+    python -m experiments.document                            # write docs/results/experiments.md
 
 Collecting writes JSON; the document and its figures are made from that JSON and from the results
 of the benchmarks, and from nothing else.

@@ -1,4 +1,4 @@
-"""Writes docs/experiments.md and its figures from what was collected.
+"""Writes docs/results/experiments.md and its figures from what was collected.
 
     python -m experiments.document
 
@@ -30,8 +30,8 @@ from experiments.sections import (
 )
 
 TEMPLATE = ROOT / "experiments" / "template.md"
-DOCUMENT = ROOT / "docs" / "experiments.md"
-FIGURES = ROOT / "docs" / "figures"
+DOCUMENT = ROOT / "docs" / "results" / "experiments.md"
+FIGURES = ROOT / "docs" / "results" / "figures"
 BENCHMARKS = ROOT / "benchmarks" / "results"
 
 SECTIONS: dict[str, Callable[[Page], str]] = {
