@@ -62,7 +62,7 @@ experiments: setup
 # The site, in build/site. It is built from the sources alone, in an environment without torch.
 .PHONY: docs
 docs: .venv-docs/.stamp
-	.venv-docs/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
 	@echo "open build/site/index.html"
 
 clean:
