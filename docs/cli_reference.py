@@ -42,7 +42,7 @@ def page() -> str:
         if command.callback is not None
     ]
     head = _HEAD.format(about=_description(entry))
-    names = ["| command | |", "|---|---|"]
+    names = ["| command | what it does |", "|---|---|"]
     for name, function in commands:
         summary = _description(function).split("\n\n")[0]
         names.append(f"| [`rekindle {name}`](#rekindle-{name}) | {summary} |")
@@ -60,7 +60,7 @@ def _section(name: str, function: Callable[..., Any]) -> str:
     rows = list(_rows(function))
     arguments = " ".join(row[0] for row in rows if not row[0].startswith("-"))
     usage = f"rekindle {name} {arguments} [OPTIONS]".replace("  ", " ")
-    table = ["| | | |", "|---|---|---|"]
+    table = ["| name | value | meaning |", "|---|---|---|"]
     table += [f"| `{flag}` | {metavar} | {text} |" for flag, metavar, text in rows]
     lines = [f"## rekindle {name}", "", "```console", f"$ {usage}", "```", ""]
     return "\n".join([*lines, _description(function), "", *table, ""])

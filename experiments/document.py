@@ -1,9 +1,9 @@
-"""Writes docs/results/experiments.md and its figures from what was collected.
+"""Writes docs/results/experiments.md and its figures from collected results.
 
     python -m experiments.document
 
-The text is that of `template.md`, which people write; every {{name}} in it is the place of a
-section that is made from results. Nothing is measured here.
+The text is in `template.md`, written by hand; each {{name}} in it is replaced by a section made
+from results. Nothing is measured here.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _PLACE = re.compile(r"^\{\{(\w+)\}\}$", re.MULTILINE)
 
 
 def document(template: str, page: Page) -> str:
-    """The document's text; its figures are written on the way."""
+    """The document's text; also writes its figures."""
     asked = _PLACE.findall(template)
     if sorted(asked) != sorted(SECTIONS):
         wrong = sorted(set(asked) ^ set(SECTIONS)) or asked
@@ -66,12 +66,12 @@ def page_of(
     benchmarks: Path = BENCHMARKS,
     figures: Path = FIGURES,
 ) -> Page:
-    """What the document is made from."""
+    """The input of the document."""
     return Page(config, Results(results, benchmarks), figures, "figures")
 
 
 def main() -> None:
-    """Write the document; what was measured before and is no more leaves no figure behind."""
+    """Write the document and its figures; figures of earlier documents are removed."""
     for old in FIGURES.glob("*.png"):
         old.unlink()
     DOCUMENT.write_text(document(TEMPLATE.read_text(encoding="utf-8"), page_of()), encoding="utf-8")

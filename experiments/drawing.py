@@ -1,4 +1,4 @@
-"""What the figures of the document share: axes, titles of panels, legends."""
+"""Shared by the figures of the document: axes, panel titles, legends."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rekindle.report.figures import GRID, INK
 
 
 def finish(axes: Any, x_label: str, y_label: str, *, grid: str = "y") -> None:
-    """Name the axes, draw the grid, and leave out what frames the figure."""
+    """Label the axes, draw the grid, and hide the upper and right spines."""
     axes.set_xlabel(x_label, color=INK)
     axes.set_ylabel(y_label, color=INK)
     if grid:
@@ -20,12 +20,12 @@ def finish(axes: Any, x_label: str, y_label: str, *, grid: str = "y") -> None:
 
 
 def head(axes: Any, text: str) -> None:
-    """Write a title above one of several panels."""
+    """Set the title of a panel."""
     axes.set_title(text, loc="left", fontsize=11, color=INK)
 
 
 def name_below(figure: Any, *panels: Any, columns: int = 7) -> None:
-    """The legend of all panels, below the figure."""
+    """Draw one legend for all panels, below the figure."""
     unique: dict[str, Any] = {}
     for axes in panels:
         handles, labels = axes.get_legend_handles_labels()

@@ -1,4 +1,4 @@
-"""What the sections of the document share: its figures, its tables, and names for people."""
+"""Shared by the sections of the document: figures, tables and display names."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _TITLES = {"resnet152": "ResNet-152", "bert-base": "BERT-base", "bert-large": "B
 
 @dataclass(frozen=True)
 class Page:
-    """What a section is made from, and where its figures go.
+    """The input of a section, and where its figures go.
 
-    `link` is how the document calls the folder of the figures.
+    `link` is the path of the figures' folder relative to the document.
     """
 
     config: Config
@@ -28,7 +28,7 @@ class Page:
     link: str
 
     def picture(self, name: str, about: str, figure: Any) -> str:
-        """Save a figure; returns the line that shows it."""
+        """Save a figure; returns the Markdown that shows it."""
         self.figures.mkdir(parents=True, exist_ok=True)
         path = self.figures / f"{name}.png"
         figure.savefig(path, dpi=DPI, format="png", pil_kwargs={"optimize": True})
@@ -36,12 +36,12 @@ class Page:
 
 
 def shown(about: str, link: str) -> str:
-    """The line that shows a picture."""
+    """The Markdown that shows a picture."""
     return f"![{about}]({link})"
 
 
 def title_of(model: str, batch: int | None = None) -> str:
-    """A model as people call it.
+    """A model's display name.
 
     >>> title_of("resnet152", 128), title_of("mlp")
     ('ResNet-152 ×128', 'mlp')
@@ -65,19 +65,19 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def paragraphs(*parts: str) -> str:
-    """Parts of a section, an empty line between them; empty ones are left out."""
+    """The non-empty parts of a section, separated by empty lines."""
     return "\n\n".join(part for part in parts if part)
 
 
 def not_measured(*pieces: str, is_begun: bool = False) -> str:
-    """The line that stands in the place of what was not collected, or of the rest of it."""
+    """The line that replaces results which were not collected, or the rest of them."""
     names = " ".join(pieces)
     what = "The rest is not measured yet" if is_begun else "Not measured yet"
     return f"*{what}: `python -m experiments.collect --piece {names}`.*"
 
 
 def times(ratio: float, digits: int = 2) -> str:
-    """A ratio as people write it.
+    """A ratio with its sign.
 
     >>> times(1.0634), times(0.5)
     ('1.06×', '0.50×')

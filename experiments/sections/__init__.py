@@ -1,1 +1,1 @@
-"""The sections of the document: each a function from the page to its text."""
+"""The sections of the document, each a function from the page to its text."""

@@ -1,4 +1,4 @@
-"""The largest batches of compiled steps under a cap: planned, and by `torch.compile`."""
+"""The largest batches of compiled steps under a cap: planned, and with `torch.compile`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Found = dict[str, Any]
 
 
 class Sides(NamedTuple):
-    """What was run of a model, the smallest batch first: by `torch.compile`, and planned."""
+    """The runs of a model by increasing batch: with `torch.compile`, and planned."""
 
     asked: Compiled
     peer: tuple[Found, ...]
@@ -26,17 +26,17 @@ class Sides(NamedTuple):
 
     @property
     def largest(self) -> int | None:
-        """The largest batch that `torch.compile` takes; None where it takes none."""
+        """The largest batch that fits with `torch.compile`; None if none does."""
         return max((found["case"]["batch"] for found in _fitting(self.peer)), default=None)
 
     @property
     def best(self) -> float | None:
-        """The most samples a second that `torch.compile` gets through."""
+        """The best samples per second of `torch.compile`."""
         return max((found["samples_per_s"] for found in _fitting(self.peer)), default=None)
 
     @property
     def reached(self) -> Found | None:
-        """The largest planned batch that is as large and as quick as was asked for."""
+        """The largest planned batch that meets both targets, for size and for speed."""
         if self.largest is None or self.best is None:
             return None
         wanted, speed = self.asked.times * self.largest, self.asked.at_least * self.best
@@ -51,7 +51,7 @@ def _fitting(every: Sequence[Found]) -> list[Found]:
 
 
 def sides_of(page: Page) -> Iterator[Sides]:
-    """What was run of each model."""
+    """The runs of each model."""
     every = page.results.found(compiled_name(page.config))
     every = sorted(every, key=lambda found: int(found["case"]["batch"]))
     for asked in page.config.compiled:
@@ -64,7 +64,7 @@ def sides_of(page: Page) -> Iterator[Sides]:
 
 
 def section(page: Page) -> str:
-    """All that was run as a table, and whether it is what was asked for; what is missing."""
+    """A table of all runs, whether the targets were met, and what is missing."""
     every = list(sides_of(page))
     shown = [sides for sides in every if sides.peer or sides.planned]
     is_whole = all(sides.peer and sides.planned for sides in every)
@@ -105,13 +105,13 @@ def _cells(found: Found, sides: Sides) -> Iterator[str]:
 
 
 def _verdict(sides: Sides) -> str:
-    """Whether a batch is as large and as quick as was asked for."""
+    """A sentence on whether a batch meets both targets."""
     asked, reached = sides.asked, sides.reached
     name = f"- **{title_of(asked.model)}**: the aim is"
     wanted = f"{name} {asked.times:g} times the batch at {asked.at_least:.0%} of the speed;"
     if not sides.largest or not sides.best:
-        return f"{wanted} no batch of `torch.compile`'s has run, so there is nothing to compare."
+        return f"{wanted} no batch ran with `torch.compile`, so there is nothing to compare with."
     if reached is None:
-        return f"{wanted} no planned batch that has run is both."
+        return f"{wanted} no planned batch met both."
     batch, speed = reached["case"]["batch"], reached["samples_per_s"] / sides.best
     return f"{wanted} ×{batch:,} is {times(batch / sides.largest)} at {speed:.0%}."

@@ -1,4 +1,4 @@
-"""The largest batches that fit: found on paper, and run."""
+"""The largest batches that fit: estimated, and run."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ Found = dict[str, Any]
 
 
 class Fit(NamedTuple):
-    """A way to run a model under a cap: the batch that was found on paper, and the one that ran.
+    """A way to run a model under a cap: the estimated batch, and the one that ran.
 
-    `tried` came of the batches that were run, whether they fit or not; `ran` of the largest that
-    did.
-    `beyond` came of a batch that is larger by 2%, if one was tried.
+    `tried` has the results of all batches that were run; `ran` that of the largest that fit, and
+    `beyond` that of a batch 2% larger, if one was tried.
     """
 
     model: str
@@ -40,7 +39,7 @@ class Fit(NamedTuple):
 
 
 def fits_of(page: Page) -> list[Fit]:
-    """Every model, cap and way that was looked at."""
+    """Every model, cap and way."""
     return [fit for cap in page.config.caps for fit in _under(page, cap)]
 
 
@@ -60,7 +59,7 @@ def _under(page: Page, cap: Cap) -> Iterator[Fit]:
 
 
 def _checked(checks: Sequence[Found], model: str, way: str) -> list[Found]:
-    """What came of the batches of a model that were run in one way."""
+    """The results of a model's batches that were run in one way."""
     return [
         row["found"]
         for row in checks
@@ -69,7 +68,7 @@ def _checked(checks: Sequence[Found], model: str, way: str) -> list[Found]:
 
 
 def section(page: Page) -> str:
-    """The batches as a figure and a table; how many times the plain one; what is missing."""
+    """The batches as a figure and a table, relative to the plain one; what is missing."""
     every = fits_of(page)
     if not every:
         return not_measured(FITS)
@@ -85,13 +84,13 @@ def _too_large(page: Page, every: Sequence[Fit]) -> str:
     lines = [
         _line(page, fit, found) for fit in every for found in fit.tried if found["status"] != DONE
     ]
-    return _listed("Tried, and too large:", lines)
+    return _listed("Tried, but too large:", lines)
 
 
 def _beyond(page: Page, every: Sequence[Fit]) -> str:
-    """What came of batches that are larger by 2% than those found, each beside its budget."""
+    """The results of batches 2% larger than those found, compared with the budget."""
     lines = [_line(page, fit, fit.beyond) for fit in every if fit.beyond]
-    return _listed("2% more, or one more, where that has been tried:", lines)
+    return _listed("2% more, or one more, where that was tried:", lines)
 
 
 def _listed(head: str, lines: Sequence[str]) -> str:
@@ -107,15 +106,15 @@ def _outcome(page: Page, cap: str, found: Found) -> str:
     if found["status"] == DONE:
         within = parse_bytes(budget_under(page.config, cap))
         side = "above" if found["peak_bytes"] > within else "within"
-        return f"takes {format_bytes(found['peak_bytes'])}, {side} the budget"
+        return f"{format_bytes(found['peak_bytes'])}, {side} the budget"
     if found["kind"] == INFEASIBLE:
         more = found["least_peak_bytes"] / found["budget_bytes"] - 1
-        return f"no plan, {more:.1%} more than the budget would be needed"
+        return f"no plan; it would need {more:.1%} more than the budget"
     return str(found["status"])
 
 
 def _missing(page: Page, cap: Cap, every: Sequence[Fit]) -> str:
-    """What is to be run under a cap and was not, if anything."""
+    """A note on what was to be run under a cap and was not; empty if nothing."""
     asked = [
         fit
         for fit in every
@@ -163,13 +162,13 @@ def _not_ran(fit: Fit) -> str:
 
 
 def _batches(every: Sequence[Fit], model: str) -> list[int]:
-    """The batches of a model on paper."""
+    """The estimated batches of a model."""
     own = (fit.forecast for fit in every if fit.model == model)
     return [forecast["batch"] for forecast in own if forecast] or [1]
 
 
 def fits_figure(every: Sequence[Fit]) -> Any:
-    """A panel a model: bars of the batches on paper, and a mark where one was run."""
+    """A panel per model: bars of the estimated batches, and a mark where one was run."""
     models = list(dict.fromkeys(fit.model for fit in every))
     caps = list(dict.fromkeys(fit.cap for fit in every))
     figure = new_figure("The largest batch that fits", _INCHES)
@@ -179,7 +178,11 @@ def fits_figure(every: Sequence[Fit]) -> Any:
         for fit in (each for each in every if each.model == model):
             place = caps.index(fit.cap) + (WAYS.index(fit.way) - 1) * 0.27
             if fit.forecast:
-                style = {"color": _COLOURS[fit.way], "width": 0.25, "label": f"{fit.way}, on paper"}
+                style = {
+                    "color": _COLOURS[fit.way],
+                    "width": 0.25,
+                    "label": f"{fit.way}, estimated",
+                }
                 bar = axes.bar(place, fit.forecast["batch"], **style)
                 axes.bar_label(bar, fmt="{:,.0f}", fontsize=8, padding=2)
             if fit.ran:

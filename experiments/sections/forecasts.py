@@ -1,4 +1,4 @@
-"""How far forecasts were off, over all that was measured."""
+"""How far forecasts were off, over all measurements."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from rekindle.report.palette import SERIES
 from rekindle.report.sweep_report import DONE
 
 CLOSE_PEAK, CLOSE_TIME = 0.01, 0.05
-"""How far off a forecast may be: of the peak, and of the time."""
+"""The promised accuracy of forecasts: of the peak, and of the time."""
 _INCHES = (10.5, 4.6)
 
 Found = dict[str, Any]
 
 
 class Pair(NamedTuple):
-    """A forecast beside what was measured, as ratios; None where there is no such forecast."""
+    """A forecast relative to its measurement; None if there is no such forecast."""
 
     source: str
     what: str
@@ -31,7 +31,7 @@ class Pair(NamedTuple):
 
 
 def section(page: Page) -> str:
-    """All of it as a figure and a table, and one by one what was off by more than promised."""
+    """A figure, a table, and a list of forecasts that missed the promise."""
     pairs = list(pairs_of(page))
     if not pairs:
         return "*Nothing has been measured yet.*"
@@ -40,7 +40,7 @@ def section(page: Page) -> str:
 
 
 def pairs_of(page: Page) -> Iterator[Pair]:
-    """Every forecast that can be compared with a measurement."""
+    """Every forecast with a measurement."""
     yield from _plain_steps(page)
     yield from _sweeps(page)
     yield from _planners(page)
@@ -92,11 +92,11 @@ def _schemes(page: Page) -> Iterator[Pair]:
 
 
 def _largest(page: Page) -> Iterator[Pair]:
-    """What was found on paper without the GPU, where the very batch has run; what was planned."""
+    """Estimates without the GPU, if that very batch was run; and forecasts from profiles."""
     ran = [(fit, fit.ran) for fit in fits_of(page) if fit.ran]
     for fit, found in ran:
         if fit.forecast and fit.forecast["batch"] == found["case"]["batch"]:
-            yield _pair("largest batches, on paper", _under_cap(fit, found), fit.forecast, found)
+            yield _pair("largest batches, estimated", _under_cap(fit, found), fit.forecast, found)
     for fit, found in ran:
         if found["forecast"]:
             what = _under_cap(fit, found)
@@ -104,16 +104,18 @@ def _largest(page: Page) -> Iterator[Pair]:
 
 
 def _others(page: Page) -> str:
-    """What was found on paper, where another batch has run: speeds can be compared all the same."""
+    """Estimates whose batch was not the one that ran: their speeds can still be compared."""
     lines = []
     for fit in fits_of(page):
         if fit.ran and fit.forecast and fit.forecast["batch"] != fit.ran["case"]["batch"]:
             ratio = fit.forecast["samples_per_s"] / fit.ran["samples_per_s"]
             lines.append(
                 f"- {title_of(fit.model, fit.forecast['batch'])}, {fit.way}, {fit.cap}: "
-                f"{times(ratio, 3)} of what ×{fit.ran['case']['batch']:,} was measured at."
+                f"{times(ratio, 3)} of the measured speed of ×{fit.ran['case']['batch']:,}."
             )
-    head = "Samples a second on paper, where another batch ran than was named (not counted above):"
+    head = (
+        "Estimated samples per second, if another batch ran than was estimated (not counted above):"
+    )
     return "\n".join([head, "", *lines]) if lines else ""
 
 
@@ -145,8 +147,8 @@ def _table(pairs: Sequence[Pair]) -> str:
         spans = [pair.time for pair in own if pair.time is not None]
         cells = (*_spread(peaks, CLOSE_PEAK), *_spread(spans, CLOSE_TIME))
         rows.append((source or "**all**", f"{len(own)}", *cells))
-    names = ("forecast, of measured", "how many", "peak: median", "least to most", "within 1%")
-    return table((*names, "time: median", "least to most", "within 5%"), rows)
+    names = ("forecast, of measured", "count", "peak: median", "min to max", "within 1%")
+    return table((*names, "time: median", "min to max", "within 5%"), rows)
 
 
 def _spread(ratios: Sequence[float], close: float) -> tuple[str, str, str]:
@@ -158,7 +160,7 @@ def _spread(ratios: Sequence[float], close: float) -> tuple[str, str, str]:
 
 
 def _far(pairs: Sequence[Pair]) -> str:
-    """What was off by more than is promised, one by one."""
+    """A list of forecasts that missed the promise."""
     lines = []
     for pair in pairs:
         off = []
@@ -167,14 +169,14 @@ def _far(pairs: Sequence[Pair]) -> str:
         if pair.time is not None and abs(pair.time - 1) > CLOSE_TIME:
             off.append(f"the time was forecast at {times(pair.time, 3)}")
         if off:
-            lines.append(f"- {pair.what} ({pair.source}): {', '.join(off)} of what was measured.")
+            lines.append(f"- {pair.what} ({pair.source}): {', '.join(off)} of the measured value.")
     if not lines:
         return "No peak was off by more than 1%, and no time by more than 5%."
     return "Off by more than 1% of the peak or 5% of the time:\n\n" + "\n".join(lines)
 
 
 def forecasts_figure(pairs: Sequence[Pair]) -> Any:
-    """A dot a forecast, by where it comes from: of the peak, and of the time."""
+    """A dot per forecast, by source: of the peak, and of the time."""
     figure = new_figure("Forecast, of measured", _INCHES)
     left, right = figure.subplots(1, 2, sharey=True)
     sources = list(dict.fromkeys(pair.source for pair in pairs))

@@ -1,4 +1,4 @@
-"""What others do about memory, beside Rekindle: from the benchmarks' results."""
+"""Other ways to save memory compared with Rekindle, from the benchmarks' results."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ OURS, OURS_COMPILED, OURS_PARTITIONED = (
 WAYS = (EAGER, CHECKPOINT, COMPILE, KNOB, OURS, OURS_COMPILED, OURS_PARTITIONED)
 _OWN = (OURS, OURS_COMPILED, OURS_PARTITIONED)
 _INCHES = (9.0, 5.6)
-_SAME = 1.005  # peaks that differ by less are the same memory
+_SAME = 1.005  # peaks whose ratio is below this count as equal
 
 Found = dict[str, Any]
 
 
 class Point(NamedTuple):
-    """A way to run a step, and what it takes: in itself, and of eager's in the same file."""
+    """A way to run a step: its peak and time, absolute and relative to eager in the same file."""
 
     case: str
     way: str
@@ -42,11 +42,12 @@ class Point(NamedTuple):
 
 
 def section(page: Page) -> str:
-    """For each case a figure, all that was measured, and who is quicker at the same memory."""
+    """For each case a figure, all measurements, and a comparison at equal memory."""
     points = list(_points(page))
     missing = [name for name in FILES if page.results.benchmark(name) is None]
     lines = [
-        f"*`benchmarks/results/{name}.json` is not there yet, and left out.*" for name in missing
+        f"*`benchmarks/results/{name}.json` does not exist yet and is left out.*"
+        for name in missing
     ]
     cases = dict.fromkeys(point.case for point in points)
     return paragraphs(*(_case(page, points, case) for case in cases), *lines)
@@ -65,7 +66,7 @@ def _points(page: Page) -> Iterator[Point]:
 
 
 def _way(row: Found, file: str) -> tuple[str, str] | None:
-    """What a benchmark's row is called here, and its setting; None for what is left out."""
+    """The way and the setting of a benchmark's row; None if it is left out."""
     way, setting = row["way"], str(row.get("budget", ""))
     setting = "no budget" if setting == "none" else setting
     if way in ("plain", EAGER):
@@ -110,7 +111,7 @@ def _case(page: Page, points: Sequence[Point], case: str) -> str:
 
 
 def _same_memory(points: Sequence[Point]) -> str:
-    """For each of the others, what Rekindle takes that needs no more memory."""
+    """For each of the others, the fastest runs of Rekindle that need no more memory."""
     rows = []
     eager = [point for point in points if point.way == EAGER]
     for peer in [*eager[:1], *(p for p in points if p.way not in (EAGER, *_OWN))]:
@@ -127,13 +128,13 @@ def _same_memory(points: Sequence[Point]) -> str:
 
 
 def quickest(points: Sequence[Point], way: str, of_peak: float) -> Point | None:
-    """The quickest run of a way that takes no more memory."""
+    """The fastest run of a way that takes no more memory."""
     fitting = [p for p in points if p.way == way and p.of_peak <= of_peak * _SAME]
     return min(fitting, key=lambda point: point.of_time, default=None)
 
 
 def peers_figure(title: str, points: Sequence[Point]) -> Any:
-    """Time against memory, both of eager's in the same run; a line a way."""
+    """Time against memory, relative to eager in the same run; one line per way."""
     figure = new_figure(f"{title}: time against memory", _INCHES)
     axes = figure.subplots()
     axes.axhline(1.0, color=GREY, lw=0.8, ls=":", zorder=2)

@@ -1,4 +1,4 @@
-"""Every planner against the others, at several budgets: forecast and measured."""
+"""All planners at several budgets: forecast and measured."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _INCHES = (10.5, 5.4)
 
 
 def section(page: Page) -> str:
-    """A figure and two tables for each step that was planned."""
+    """A figure and two tables for each planned step."""
     parts = []
     for planned in page.config.planned:
         name = planners_name(planned.step)
@@ -38,10 +38,9 @@ def _one(page: Page, found: Found) -> str:
     title = title_of(found["model"], found["batch"])
     plain = found["plain"]
     intro = (
-        f"**{title}**: plainly {format_bytes(plain['peak_bytes'])} and "
+        f"**{title}**: the plain step takes {format_bytes(plain['peak_bytes'])} and "
         f"{format_us(plain['step_us'])}; {format_us(found['forecast']['step_us'])} is forecast for "
-        "the step without a plan, run without a pause between ops. Time that a plan adds to that, "
-        "as forecast:"
+        "the step without a plan if it is not host-bound. Time that plans add to that, as forecast:"
     )
     about = f"Every planner on {title}"
     picture = page.picture(f"planners-{found['model']}", about, planners_figure(found))
@@ -49,8 +48,8 @@ def _one(page: Page, found: Found) -> str:
         picture,
         intro,
         _table(found, _forecast_cell, with_bound=True),
-        "The step as it was measured, of the plain step's time (in brackets, its peak of the plain "
-        "one's; the same plan is run once):",
+        "Measured step time, relative to the plain step (in brackets, the peak; equal plans are "
+        "run once):",
         _table(found, _measured_cell),
         _beside(found),
     )
@@ -77,7 +76,7 @@ def _forecast_cell(row: Found | None, found: Found) -> str:
 
 
 def _bound(found: Found, percent: int) -> str:
-    """What any plan of this kind adds at least, as far as it is known."""
+    """The best known lower bound on the added time."""
     own = (row for row in found["rows"] if row["percent"] == percent)
     bounds = [row["bound_us"] for row in own if row.get("bound_us") is not None]
     return f"+{fine_percent(max(bounds) / found['forecast']['step_us'])}" if bounds else ABSENT
@@ -92,7 +91,7 @@ def _measured_cell(row: Found | None, found: Found) -> str:
 
 
 def _beside(found: Found) -> str:
-    """What the tables do not say: what was refused, not run, or over its budget."""
+    """What the tables do not show: plans refused, not run, or over budget."""
     rows = found["rows"]
     lines = [
         f"- `{planner}`: {message}"
@@ -103,13 +102,13 @@ def _beside(found: Found) -> str:
     for word, key in (("was not run", "not_run"), ("failed", "failed")):
         lines += [f"- {_named(row)} {word}: {row[key]}" for row in rows if row.get(key)]
     lines += [
-        f"- {_named(row)} took {format_bytes(row['measured']['peak_bytes'])}, and may take "
+        f"- {_named(row)} took {format_bytes(row['measured']['peak_bytes'])}, above its budget of "
         f"{format_bytes(row['budget_bytes'])}."
         for row in rows
         if "measured" in row and row["measured"]["peak_bytes"] > row["budget_bytes"]
     ]
     lines += [
-        f"- {_named(row)} was planned a second time, as its first step took more than the budget."
+        f"- {_named(row)} was replanned, since its first step exceeded the budget."
         for row in rows
         if row.get("is_planned_again")
     ]
@@ -121,7 +120,7 @@ def _named(row: Found) -> str:
 
 
 def planners_figure(found: Found) -> Any:
-    """Time against peak memory, forecast and measured, a line a planner."""
+    """Time against peak memory, forecast and measured, one line per planner."""
     title = f"{title_of(found['model'], found['batch'])}, {found['precision']}, {found['device']}"
     figure = new_figure(title, _INCHES)
     left, right = figure.subplots(1, 2, sharex=True, sharey=True)

@@ -1,4 +1,4 @@
-"""The lecture's schemes of memory optimisation, on paper and run."""
+"""Schemes of memory optimisation: estimated, and run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Found = dict[str, Any]
 
 
 def section(page: Page) -> str:
-    """For each family: the figure and table on paper, and what was measured."""
+    """For each family: figure and table of estimates, and measurements."""
     on_paper = {found["model"]: found for found in page.results.found("schemes-estimated")}
     run = {found["model"]: found for found in page.results.found("schemes")}
     if not on_paper:
@@ -26,7 +26,7 @@ def section(page: Page) -> str:
 
 
 def study_of(found: Found) -> Study:
-    """The study that was written as JSON."""
+    """The study stored as JSON."""
     names = ("model", "title", "size_name", "batch", "precision", "device", "is_measured")
     about = {name: found[name] for name in names}
     return Study(results=tuple(_size(row) for row in found["sizes"]), **about)
@@ -57,8 +57,8 @@ def _estimated(page: Page, found: Found) -> str:
         growth = study.growths.get(scheme.name)
         rows.append((scheme.label, *cells, "" if growth is None else growth_in_words(growth)))
     sizes = [f"{study.size_name} {result.size:,}" for result in study.results]
-    batch = f"batch {study.batch}, {study.precision}, on paper for {study.device}"
-    intro = f"**{study.title}**, {batch}: bytes of feature maps, and the time added."
+    batch = f"batch {study.batch}, {study.precision}, estimated for {study.device}"
+    intro = f"**{study.title}**, {batch}: bytes of feature maps (in brackets, the added time)."
     return paragraphs(picture, intro, table(("", *sizes, "growth"), rows))
 
 
@@ -77,9 +77,9 @@ def _measured(found: Found) -> str:
             rows.append((scheme.label, *cells))
     sizes = [f"{study.size_name} {result.size:,}" for result in study.results]
     intro = (
-        f"**{study.title}**, run on {study.device}, batch {study.batch}: all that a step takes "
-        "beyond what was there before it, weights' gradients included (in brackets, the forecast "
-        "of that)."
+        f"**{study.title}**, run on {study.device}, batch {study.batch}: bytes allocated at "
+        "the peak of a step beyond those before it, weight gradients included (in brackets, the "
+        "forecast relative to that)."
     )
     return paragraphs(intro, table(("", *sizes), rows))
 

@@ -1,4 +1,4 @@
-"""What the peak of the plain step is made of, measured at one batch size and on paper at others."""
+"""The plain step's peak by role, measured at one batch size and estimated at others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rekindle.report.words import percent
 from rekindle.units import format_bytes
 
 STATED = (0.70, 0.85)
-"""The share of activations in the peak as the course states it."""
+"""The share of activations in the peak as it is often stated."""
 _SHARES_INCHES = (10.5, 4.8)
 _ACTIVATION = Role.ACTIVATION.value
 
@@ -38,7 +38,7 @@ def share_of(row: Found) -> float:
 
 
 def _breakdown(every: Sequence[Found]) -> str:
-    """The peak of the steps that were profiled, a row a role."""
+    """The peak of the profiled steps, one row per role."""
     columns = [{part["label"]: part for part in found["peak"]["parts"]} for found in every]
     rows = []
     for label in ORDER:
@@ -72,7 +72,7 @@ def _share_table(every: Sequence[Found]) -> str:
 
 
 def _verdict(found: Found) -> str:
-    """At which batch sizes the share is what the course states."""
+    """A sentence on the batch sizes at which the share is as often stated."""
     low, high = STATED
     shares = {row["batch"]: share_of(row) for row in found["batches"]}
     within = [f"×{batch:,}" for batch, share in shares.items() if low <= share <= high]
@@ -80,11 +80,11 @@ def _verdict(found: Found) -> str:
     name = title_of(found["model"])
     stated = f"{low:.0%} to {high:.0%}"
     where = f"it is {stated} at {', '.join(within)}" if within else f"it is never {stated}"
-    return f"{name}: from {least} to {most} of the peak; of the batch sizes looked at, {where}."
+    return f"{name}: from {least} to {most} of the peak; of these batch sizes, {where}."
 
 
 def shares_figure(every: Sequence[Found]) -> Any:
-    """A panel a model: the peak by role at each batch size; and the share of activations."""
+    """A panel per model with the peak by role at each batch size; the share of activations."""
     figure = new_figure("What the plain step's peak is made of", _SHARES_INCHES)
     panels = figure.subplots(1, len(every) + 1, width_ratios=[1.0] * len(every) + [1.2])
     for axes, found in zip(panels, every, strict=False):

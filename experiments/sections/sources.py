@@ -1,4 +1,4 @@
-"""Where the numbers come from: machine, versions, commits, and the commands that made them."""
+"""The sources of the numbers: machine, versions, commits and commands."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Found = dict[str, Any]
 
 
 def section(page: Page) -> str:
-    """A row a file, and the command for each."""
+    """One row per file, with its command."""
     rows = [_collected(name, content) for name, content in page.results.sources()]
     for name in FILES:
         content = page.results.benchmark(name)
         if content is not None:
             command = f"`python benchmarks/{name.removesuffix('_h200')}.py`"
             rows.append((command, *_machine(content), f"`{content['commit']}`", ABSENT))
-    names = ("made by", "GPU", "Python", "torch", "commit", "tasks took")
+    names = ("made by", "GPU", "Python", "torch", "commit", "duration")
     return paragraphs(table(names, rows), _failures(page))
 
 
@@ -34,11 +34,11 @@ def _collected(name: str, content: Found) -> tuple[str, ...]:
 
 def _machine(content: Found) -> tuple[str, ...]:
     versions = content["versions"]
-    return content["gpu"] or "none, on paper", versions["python"], versions["torch"]
+    return content["gpu"] or "none, estimated", versions["python"], versions["torch"]
 
 
 def _failure(row: Found) -> str:
-    """What was run, and the first line of what went wrong."""
+    """The task, and the first line of its error."""
     message = row.get("message") or row["found"]["message"]
     words = Task(row["kind"], row["settings"], 0.0).words
     return f"{words}: {str(message).splitlines()[0]}"
@@ -46,4 +46,4 @@ def _failure(row: Found) -> str:
 
 def _failures(page: Page) -> str:
     lines = [f"- `{piece}`: {_failure(row)}" for piece, row in page.results.failures()]
-    return "\n".join(["What failed, and is missing above:", "", *lines]) if lines else ""
+    return "\n".join(["Failed, and missing above:", "", *lines]) if lines else ""

@@ -1,4 +1,4 @@
-"""Statistics of the profiled steps: ops, FLOPs and times, and when activations are used."""
+"""Statistics of the profiled steps: ops, FLOPs, times, and lifetimes of activations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rekindle.units import format_bytes, format_count, format_us
 Found = dict[str, Any]
 _TIME_INCHES = (10.5, 5.0)
 _LIVES_INCHES = (10.5, 4.6)
-_KINDS_NAMED = 5  # others are too thin to be told apart
+_KINDS_NAMED = 5  # others are too thin to be legible
 _ROOM = 0.055  # of the longest bar: a part this long has room for its name
 
 
@@ -33,7 +33,7 @@ def section(page: Page) -> str:
 
 
 def activations(page: Page) -> str:
-    """When activations are used first and last, and how long they lie idle."""
+    """First and last uses of activations, and their idle times."""
     every = page.results.found("statistics")
     if not every:
         return not_measured("statistics")
@@ -95,7 +95,7 @@ def _idle(every: Sequence[Found]) -> str:
 
 
 def _largest(found: Found) -> str:
-    """The activations that take the most bytes for the longest time, with the ops that use them."""
+    """The activations with the most bytes × idle time, with the ops that use them."""
     rows = [
         (
             f"`{shorten_path(row['module'] or row['name'], 36)}`",
@@ -111,7 +111,7 @@ def _largest(found: Found) -> str:
     uses = ("op that makes it", "last forward use", "first backward use", "last backward use")
     names = ("module", "made by", "shape", "bytes", *uses, "idle")
     title = f"{title_of(found['model'], found['batch'])}, {found['ops']:,} ops"
-    return f"**{title}**; the most bytes × idle time first:\n\n{table(names, rows)}"
+    return f"**{title}**; by bytes × idle time:\n\n{table(names, rows)}"
 
 
 def _op(index: int | None) -> str:
@@ -119,7 +119,7 @@ def _op(index: int | None) -> str:
 
 
 def time_figure(every: Sequence[Found]) -> Any:
-    """Two bars a step: its time by phase, and by kind of operator."""
+    """Two bars per step: its time by phase, and by kind of operator."""
     figure = new_figure("Where the time goes", _TIME_INCHES)
     above, below = figure.subplots(2, 1, sharex=True)
     drawing.head(above, "by phase")
@@ -150,7 +150,7 @@ def _stack(
     *,
     named_from: float | None = None,
 ) -> None:
-    """Parts of a whole, one beside the other; with names in those that take so long, or below."""
+    """Parts of a bar; with labels inside those above `named_from`, or else in the legend."""
     start = 0.0
     for label, time_us in parts:
         name = label if named_from is None else None
@@ -163,7 +163,7 @@ def _stack(
 
 
 def _short(label: str) -> str:
-    """An operator's name, without what most of them have in it, in lines.
+    """An operator's name without common prefixes, on several lines.
 
     >>> _short("_scaled_dot_product_cudnn_attention_backward")
     'attention\\nbackward'
@@ -174,7 +174,7 @@ def _short(label: str) -> str:
 
 
 def lives_figure(every: Sequence[Found]) -> Any:
-    """A line for each activation: in use, then idle, then in use again."""
+    """A line per activation: in use, idle, in use again."""
     figure = new_figure("Activations are used in the order of a stack", _LIVES_INCHES)
     panels = figure.subplots(1, len(every), squeeze=False)[0]
     busy, idle = SERIES[0], colour("activation")

@@ -31,12 +31,12 @@ def memory(page: Page) -> str:
 
 
 def latency(page: Page) -> str:
-    """Step time against batch size, and samples a second."""
+    """Step time against batch size, and samples per second."""
     return _for_each(page, _latency)
 
 
 def data_of(page: Page, sweep: Range) -> Data:
-    """A sweep as its figures want it: all cases of a model, whichever piece they come from."""
+    """All cases of a model, from any piece, in the form that the figures take."""
     pieces = (sweep_name(sweep.model), half_name(sweep.model))
     records = [found for piece in pieces for found in page.results.found(piece)]
     settings = {
@@ -100,7 +100,7 @@ def _latency(page: Page, sweep: Range, data: Data) -> str:
 
 
 def _table(data: Data, cells: dict[str, Cell]) -> str:
-    """A row a batch size, and columns for each way to run the step."""
+    """One row per batch size, and columns for each way to run the step."""
     every = series_of(data)
     plain = next((series for series in every if series.way == PLAIN), None)
     columns = [
