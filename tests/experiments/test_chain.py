@@ -199,7 +199,7 @@ def test_batches_beyond_the_largest(made: Made) -> None:
     for way, larger in found.items():
         peak = format_bytes(larger["peak_bytes"])
         line = (
-            f"- mlp ×{larger['case']['batch']:,}, {way}, 128MiB: takes {peak}, within the budget."
+            f"- mlp ×{larger['case']['batch']:,}, {way}, 128MiB: {peak}, within the budget."
         )
         assert line in made.text
 
@@ -218,7 +218,7 @@ def test_batches_that_were_tried_and_do_not_fit(made: Made) -> None:
     assert fits._too_large(made.page, short).splitlines()[2:] == [
         "- mlp ×4,000, plain, 128MiB: out of memory.",
         "- mlp ×4,000, plain, 128MiB: failed.",
-        "- mlp ×4,000, plain, 128MiB: no plan, 3.0% more than the budget would be needed.",
+        "- mlp ×4,000, plain, 128MiB: no plan; it would need 3.0% more than the budget.",
     ]
 
 
@@ -292,7 +292,7 @@ def test_peers(tmp_path: Path) -> None:
     text = peers.section(page)
     assert "| checkpoint on every block | 40% | 1.500× | 1.100× (40%) |" in text
     assert f"| {peers.KNOB} 0.5 | 35% | 1.500× | 1.300× (30%) |" in text
-    assert "`benchmarks/results/compiled_h200.json` is not there yet" in text
+    assert "`benchmarks/results/compiled_h200.json` does not exist yet" in text
     points = [peers.Point(case, peers.OURS, "", 1, 1.0, share, share, "") for share in (0.3, 0.4)]
     best = peers.quickest(points, peers.OURS, 0.35)
     assert best is not None

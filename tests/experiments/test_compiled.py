@@ -73,7 +73,7 @@ def test_all_that_ran_is_in_the_table(tmp_path: Path) -> None:
 )
 def test_less_than_was_wanted_is_said(tmp_path: Path, planned: dict[str, Any]) -> None:
     text = section(tmp_path, [*RESNET[:2], planned, *BERT])
-    assert "95% of the speed; no planned batch that has run is both." in text
+    assert "95% of the speed; no planned batch met both." in text
     assert ("| 512 | no plan fits | – |" in text) == (planned["status"] == "out of memory")
     assert MISSING not in text
 
