@@ -63,7 +63,7 @@ experiments: setup
 .PHONY: docs
 docs: .venv-docs/.stamp
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
-	@echo "open build/site/index.html"
+	@echo "open build/site/index.html; .venv-docs/bin/mkdocs serve has search, too"
 
 clean:
 	rm -rf build dist rekindle-demo .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

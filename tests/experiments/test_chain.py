@@ -198,9 +198,7 @@ def test_batches_beyond_the_largest(made: Made) -> None:
     assert found.keys() == {"plain", "planned"}
     for way, larger in found.items():
         peak = format_bytes(larger["peak_bytes"])
-        line = (
-            f"- mlp ×{larger['case']['batch']:,}, {way}, 128MiB: {peak}, within the budget."
-        )
+        line = f"- mlp ×{larger['case']['batch']:,}, {way}, 128MiB: {peak}, within the budget."
         assert line in made.text
 
 
