@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from rekindle.core.cost.allocator import LARGE_BYTES, allocated_bytes
-from rekindle.engines.defer_sigint import uninterrupted
+from rekindle.tracing.defer_sigint import uninterrupted
 from rekindle.engines.expandable_segments import Growing
 from rekindle.rewriting.apply_schedule import RewrittenStep, as_recorded
 from rekindle.rewriting.codegen import Code

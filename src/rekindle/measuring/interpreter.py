@@ -15,6 +15,7 @@ from torch import fx
 
 from rekindle.torch_internals import AutoDispatchBelowAutograd, set_grad_enabled
 from rekindle.tracing import undo
+from rekindle.tracing.defer_sigint import uninterrupted
 from rekindle.tracing.recording import Recording
 from rekindle.tracing.tape import Kind
 
@@ -76,11 +77,12 @@ def preserved(recording: Recording, batch: list[torch.Tensor] | None = None) -> 
     try:
         yield
     finally:
-        for storage, copy in copies:
-            storage.copy_(copy)
-        for generator, state in own_states:
-            generator.set_state(state)
-        undo.set_random_states(states)
+        with uninterrupted():
+            for storage, copy in copies:
+                storage.copy_(copy)
+            for generator, state in own_states:
+                generator.set_state(state)
+            undo.set_random_states(states)
 
 
 def _is_real(tensor: torch.Tensor) -> bool:

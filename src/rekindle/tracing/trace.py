@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from rekindle.torch_internals import (
     UnsupportedOperatorException,
 )
 from rekindle.tracing import batch_tree, cpu_as_gpu, intercept, transformers_compat, user_line
+from rekindle.tracing.defer_sigint import uninterrupted
 from rekindle.tracing.module_effects import find_effects, note_attributes
 from rekindle.tracing.preconditions import Checks, settings
 from rekindle.tracing.recorder import Recorder
@@ -109,45 +110,49 @@ class _Capture:
         )
 
     def run(self) -> Recording:
-        """Record the step and put everything back."""
+        """Trace the step, and restore the user's objects; only the step itself is interruptible."""
+        with uninterrupted() as interruptible:
+            try:
+                recording = self._record(interruptible)
+            finally:
+                self.sandbox.restore()
+                self.batch = batch_tree.Flat([], self.batch.structure)  # hold no memory of it
+        recording.drop_dead_calls()
+        return recording
+
+    def _record(self, interruptible: Callable[[], AbstractContextManager[None]]) -> Recording:
         self.checks.devices(self.params.values())
         self.checks.batch(self.batch.structure)
         old_grads = [param.grad for param in self.params.values()]
         old_settings = settings(self.optimizer)
         requires_grad = [slot.get().requires_grad for slot in self.around.slots]
-        try:
-            for slot in self.around.slots:
-                self.recorder.enter_tensor(slot.kind, slot.name, slot.get())
-            batch = [self._enter_batch(i, t) for i, t in enumerate(self.batch.tensors)]
-            batch_nodes = [self.recorder.node_of(tensor) for tensor in batch]
-            with self._patches(), self.fake_mode:
-                self._place_stand_ins()
-                with self.recorder:
-                    result = self._call_step(self.batch.structure.rebuild(batch))
-            flat = batch_tree.flatten(result)
-            self.checks.trains(self.recorder.tape)
-            self.checks.gradients_stay_inside([*self.outside_leaves, *batch])
-            self.checks.flags_stay(zip(self.around.slots, requires_grad, strict=True))
-            self.checks.batch_is_not_shared(self.batch.tensors, batch_nodes, self.recorder.tape)
-            self.checks.settings_stay(old_settings, settings(self.optimizer))
-            self.checks.randomness(self.sandbox)
-            self.checks.result(flat.structure)
-            for _, state in self.around.optimizer_state():
-                self.recorder.node_of(state)
-            recording = Recording(
-                tape=self.recorder.tape,
-                around=self.around,
-                batch_nodes=batch_nodes,
-                result=flat.structure,
-                result_nodes=[self.recorder.node_of(tensor) for tensor in flat.tensors],
-                grads=self._grad_uses(old_grads),
-                effects=find_effects(self.around.modules, self.attributes, self.recorder.node_of),
-            )
-        finally:
-            self.sandbox.restore()
-            self.batch = batch_tree.Flat([], self.batch.structure)  # hold no memory of the user's
-        recording.drop_dead_calls()
-        return recording
+        for slot in self.around.slots:
+            self.recorder.enter_tensor(slot.kind, slot.name, slot.get())
+        batch = [self._enter_batch(i, t) for i, t in enumerate(self.batch.tensors)]
+        batch_nodes = [self.recorder.node_of(tensor) for tensor in batch]
+        with self._patches(), self.fake_mode:
+            self._place_stand_ins()
+            with self.recorder, interruptible():
+                result = self._call_step(self.batch.structure.rebuild(batch))
+        flat = batch_tree.flatten(result)
+        self.checks.trains(self.recorder.tape)
+        self.checks.gradients_stay_inside([*self.outside_leaves, *batch])
+        self.checks.flags_stay(zip(self.around.slots, requires_grad, strict=True))
+        self.checks.batch_is_not_shared(self.batch.tensors, batch_nodes, self.recorder.tape)
+        self.checks.settings_stay(old_settings, settings(self.optimizer))
+        self.checks.randomness(self.sandbox)
+        self.checks.result(flat.structure)
+        for _, state in self.around.optimizer_state():
+            self.recorder.node_of(state)
+        return Recording(
+            tape=self.recorder.tape,
+            around=self.around,
+            batch_nodes=batch_nodes,
+            result=flat.structure,
+            result_nodes=[self.recorder.node_of(tensor) for tensor in flat.tensors],
+            grads=self._grad_uses(old_grads),
+            effects=find_effects(self.around.modules, self.attributes, self.recorder.node_of),
+        )
 
     @contextmanager
     def _patches(self) -> Iterator[None]:
@@ -348,7 +353,7 @@ class _Capture:
             return known
         count = len(self.recorder.tape.entries)
         if not isinstance(tensor, FakeTensor):
-            self.sandbox.add(tensor)
+            self.sandbox.add_tensor(tensor)
         if self.recorder.in_optimizer:  # state that it keeps in ways of its own
             return Kind.OPT_STATE, f"optimizer.{count}"
         if isinstance(tensor, FakeTensor):
