@@ -33,7 +33,7 @@ from rekindle.tracing import batch_tree, user_line
 from rekindle.tracing.guard import Guard, signature
 from rekindle.tracing.lift import lift
 from rekindle.tracing.preconditions import Checks
-from rekindle.tracing.recording import Recording
+from rekindle.tracing.tape import Recording
 from rekindle.tracing.trace import record
 from rekindle.units import format_bytes
 
@@ -108,7 +108,7 @@ class Variant:
 
     def fetch(self) -> list[torch.Tensor] | None:
         """The tensors around the step; None if the user's objects are not as they were."""
-        if self.program.is_early and not is_one_by_one(self.recording.around.optimizer):
+        if self.program.is_early and not is_one_by_one(self.recording.state.optimizer):
             self.guard.reason = "somebody watches the optimizer's steps now"
             return None
         return self.guard.fetch()

@@ -21,7 +21,7 @@ from rekindle.measuring import interpreter, measure, profile_cache
 from rekindle.measuring.meters import clear_workspaces
 from rekindle.planners.registry import Planner, find_planner
 from rekindle.rewriting.step_forms import improved, with_early_updates
-from rekindle.tracing.recording import Recording
+from rekindle.tracing.tape import Recording
 from rekindle.units import format_bytes, parse_budget
 
 log = logging.getLogger("rekindle")

@@ -16,7 +16,7 @@ from rekindle.core.graph.schedule import Plan
 from rekindle.engines.cudagraph.graph_engine import CudaGraphEngine, CudaRecorder, Recorder
 from rekindle.engines.program import Program
 from rekindle.errors import RekindleError
-from rekindle.tracing.recording import Recording
+from rekindle.tracing.tape import Recording
 
 if TYPE_CHECKING:
     from rekindle.engines.inductor.group_compiler import Fusing

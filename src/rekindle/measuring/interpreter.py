@@ -16,8 +16,7 @@ from torch import fx
 from rekindle.torch_internals import AutoDispatchBelowAutograd, set_grad_enabled
 from rekindle.tracing import undo
 from rekindle.tracing.defer_sigint import uninterrupted
-from rekindle.tracing.recording import Recording
-from rekindle.tracing.tape import Kind
+from rekindle.tracing.tape import EntryKind, Recording
 
 # (an op's index, the operator, its arguments) -> its result
 Around = Callable[[int, Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -29,10 +28,10 @@ def inputs(recording: Recording, batch: list[torch.Tensor]) -> dict[fx.Node, tor
     That is how optimizers start. Whatever else would make numbers of the parameters that are none
     (the root of a negative average), and kernels may take another time for those.
     """
-    slots = {(slot.kind, slot.name): slot for slot in recording.around.slots}
+    slots = {(slot.kind, slot.name): slot for slot in recording.state.slots}
     made = dict(zip(recording.batch_nodes, batch, strict=True))
     for entry in recording.tape.entries:
-        if entry.kind is Kind.BATCH:
+        if entry.kind is EntryKind.BATCH:
             continue
         slot = slots.get((entry.kind, entry.name))
         if slot is not None:
@@ -47,7 +46,7 @@ def inputs(recording: Recording, batch: list[torch.Tensor]) -> dict[fx.Node, tor
 def resident_bytes(recording: Recording, batch: list[torch.Tensor], device: torch.device) -> int:
     """The bytes on a device of all that enters the step and exists by now."""
     tensors = [entry.tensor for entry in recording.tape.entries if _is_real(entry.tensor)]
-    tensors += [*(slot.get() for slot in recording.around.slots), *batch]
+    tensors += [*(slot.get() for slot in recording.state.slots), *batch]
     storages = {t.untyped_storage().data_ptr(): t for t in tensors if t.device.type == device.type}
     return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
 
@@ -68,7 +67,7 @@ def make_up(recording: Recording, node: fx.Node) -> torch.Tensor:
 def preserved(recording: Recording, batch: list[torch.Tensor] | None = None) -> Iterator[None]:
     """Put every real tensor and generator back as it was, from copies in host memory."""
     tensors = [entry.tensor for entry in recording.tape.entries if _is_real(entry.tensor)]
-    tensors += [slot.get() for slot in recording.around.slots] + (batch or [])
+    tensors += [slot.get() for slot in recording.state.slots] + (batch or [])
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
     copies = [(storage, storage.cpu().clone()) for storage in storages.values()]
     generators = {id(g): g for call in recording.tape.calls for g in _generators(call.node)}

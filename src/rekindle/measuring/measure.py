@@ -28,7 +28,7 @@ from rekindle.errors import ProfileError
 from rekindle.measuring import interpreter
 from rekindle.measuring.meters import Around, CpuMeter, CudaMeter, Meter, plainly
 from rekindle.tracing import operators
-from rekindle.tracing.recording import Recording
+from rekindle.tracing.tape import Recording
 
 log = logging.getLogger("rekindle")
 
@@ -111,7 +111,7 @@ class _Session:
         self.meter = meter
         self.runs = runs
         self.progress = progress
-        slots = {(slot.kind, slot.name): slot for slot in recording.around.slots}
+        slots = {(slot.kind, slot.name): slot for slot in recording.state.slots}
         self._slot_of = {
             entry.node: slots[entry.kind, entry.name]
             for entry in recording.tape.entries

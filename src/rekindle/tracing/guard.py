@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from rekindle.tracing import batch_tree
-from rekindle.tracing.recording import Recording
+from rekindle.tracing.tape import Recording
 
 _HOOKS = (
     "_forward_hooks",
@@ -36,7 +36,7 @@ class Guard:
     """Fetches the tensors a captured step works on, if all is still as it was captured."""
 
     def __init__(self, recording: Recording) -> None:
-        around = recording.around
+        around = recording.state
         self.reason = ""
         self._places = [(slot.container, slot.key) for slot in around.slots]
         self._names = [slot.name for slot in around.slots]
@@ -48,7 +48,7 @@ class Guard:
         self._signatures = [signature(tensor) for tensor in tensors]
         self._tensor_hooks = _tensor_hooks(tensors)
         self._remember(tensors)
-        self._grads = [(use.slot, use.was_there) for use in recording.grads if use.reads_old]
+        self._grads = [(use.slot, use.existed) for use in recording.grads if use.reads_old]
         self._effects = [
             (effect.container, effect.key, _form(effect.before)) for effect in recording.effects
         ]

@@ -12,17 +12,16 @@ from rekindle.core.graph.graph import Op, Phase, Role, StepGraph, Storage, Value
 from rekindle.core.graph.roles import assign_roles
 from rekindle.torch_internals import OpOverload
 from rekindle.tracing import operators
-from rekindle.tracing.recording import Recording
-from rekindle.tracing.tape import Call, Kind, OptimizerCall, run_optimizer
+from rekindle.tracing.tape import Call, EntryKind, OptimizerCall, Recording, run_optimizer
 
 _ROLE = {
-    Kind.PARAM: Role.PARAM,
-    Kind.BUFFER: Role.BUFFER,
-    Kind.ATTRIBUTE: Role.BUFFER,
-    Kind.OPT_STATE: Role.OPT_STATE,
-    Kind.BATCH: Role.INPUT,
-    Kind.EXTERNAL: Role.INPUT,
-    Kind.GRAD: Role.GRAD,
+    EntryKind.PARAM: Role.PARAM,
+    EntryKind.BUFFER: Role.BUFFER,
+    EntryKind.ATTRIBUTE: Role.BUFFER,
+    EntryKind.OPT_STATE: Role.OPT_STATE,
+    EntryKind.BATCH: Role.INPUT,
+    EntryKind.EXTERNAL: Role.INPUT,
+    EntryKind.GRAD: Role.GRAD,
 }
 
 
@@ -142,7 +141,7 @@ class _Lift:
 
     def _add_opaque_optimizer(self, call: OptimizerCall) -> None:
         entries = self.tape.entries
-        state = [e.node for e in entries if e.kind in (Kind.PARAM, Kind.OPT_STATE)]
+        state = [e.node for e in entries if e.kind in (EntryKind.PARAM, EntryKind.OPT_STATE)]
         self.ops.append(
             Op(
                 index=len(self.ops),

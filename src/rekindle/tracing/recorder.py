@@ -30,7 +30,7 @@ from rekindle.torch_internals import (
 )
 from rekindle.tracing import fake_overrides, operators, rng, user_line
 from rekindle.tracing.constant_values import KnownValues
-from rekindle.tracing.tape import Call, Entry, Kind, Meta, StorageMeta, Tape
+from rekindle.tracing.tape import Call, Entry, EntryKind, Meta, StorageMeta, Tape
 
 aten = torch.ops.aten
 
@@ -45,7 +45,7 @@ class Recorder(TorchDispatchMode):
         self,
         fake_mode: FakeTensorMode,
         step_line: user_line.Line,
-        name_unknown: Callable[[torch.Tensor], tuple[Kind, str]],
+        name_unknown: Callable[[torch.Tensor], tuple[EntryKind, str]],
     ) -> None:
         super().__init__()
         self.tape = Tape()
@@ -69,7 +69,7 @@ class Recorder(TorchDispatchMode):
         self._last_placeholder: fx.Node | None = None
         self._source_of_seq: dict[int, Source] = {}
 
-    def enter_tensor(self, kind: Kind, name: str, tensor: torch.Tensor) -> fx.Node:
+    def enter_tensor(self, kind: EntryKind, name: str, tensor: torch.Tensor) -> fx.Node:
         """Make a tensor an input of the graph. A real one is known by its identity from here on."""
         graph = self.tape.graph
         with graph.inserting_after(self._last_placeholder or graph._root):

@@ -23,9 +23,8 @@ from rekindle.tracing.defer_sigint import uninterrupted
 from rekindle.tracing.module_effects import find_effects, note_attributes
 from rekindle.tracing.preconditions import Checks, settings
 from rekindle.tracing.recorder import Recorder
-from rekindle.tracing.recording import GradUse, Recording
 from rekindle.tracing.step_state import StepState
-from rekindle.tracing.tape import Kind, OptimizerCall, run_optimizer
+from rekindle.tracing.tape import EntryKind, GradUse, OptimizerCall, Recording, run_optimizer
 from rekindle.tracing.undo import Sandbox, remember, replaced
 
 log = logging.getLogger("rekindle")
@@ -89,10 +88,10 @@ class _Capture:
         self.batch = batch_tree.flatten(batch)
         self.step_line = user_line.definition(train_step)
         self.checks = Checks(self.step_line)
-        self.around = StepState(model, optimizer, others)
-        self.checks.modules(self.around.modules)
-        self.attributes = note_attributes(self.around.modules)
-        self.params = self.around.params()
+        self.state = StepState(model, optimizer, others)
+        self.checks.modules(self.state.modules)
+        self.attributes = note_attributes(self.state.modules)
+        self.params = self.state.params()
         self.fake_mode = FakeTensorMode()
         self.recorder = Recorder(self.fake_mode, self.step_line, self._name_unknown)
         self.with_stand_ins = stand_ins
@@ -104,8 +103,8 @@ class _Capture:
         self.old_grads_cleared: list[bool] | None = None
         self.outside_leaves: list[torch.Tensor] = []
         self.sandbox = Sandbox(
-            list(self.around.modules.values()),
-            [*self.around.tensors()],
+            list(self.state.modules.values()),
+            [*self.state.tensors()],
             optimizer,
         )
 
@@ -125,8 +124,8 @@ class _Capture:
         self.checks.batch(self.batch.structure)
         old_grads = [param.grad for param in self.params.values()]
         old_settings = settings(self.optimizer)
-        requires_grad = [slot.get().requires_grad for slot in self.around.slots]
-        for slot in self.around.slots:
+        requires_grad = [slot.get().requires_grad for slot in self.state.slots]
+        for slot in self.state.slots:
             self.recorder.enter_tensor(slot.kind, slot.name, slot.get())
         batch = [self._enter_batch(i, t) for i, t in enumerate(self.batch.tensors)]
         batch_nodes = [self.recorder.node_of(tensor) for tensor in batch]
@@ -137,21 +136,21 @@ class _Capture:
         flat = batch_tree.flatten(result)
         self.checks.trains(self.recorder.tape)
         self.checks.gradients_stay_inside([*self.outside_leaves, *batch])
-        self.checks.flags_stay(zip(self.around.slots, requires_grad, strict=True))
+        self.checks.flags_stay(zip(self.state.slots, requires_grad, strict=True))
         self.checks.batch_is_not_shared(self.batch.tensors, batch_nodes, self.recorder.tape)
         self.checks.settings_stay(old_settings, settings(self.optimizer))
         self.checks.randomness(self.sandbox)
         self.checks.result(flat.structure)
-        for _, state in self.around.optimizer_state():
+        for _, state in self.state.optimizer_state():
             self.recorder.node_of(state)
         return Recording(
             tape=self.recorder.tape,
-            around=self.around,
+            state=self.state,
             batch_nodes=batch_nodes,
             result=flat.structure,
             result_nodes=[self.recorder.node_of(tensor) for tensor in flat.tensors],
             grads=self._grad_uses(old_grads),
-            effects=find_effects(self.around.modules, self.attributes, self.recorder.node_of),
+            effects=find_effects(self.state.modules, self.attributes, self.recorder.node_of),
         )
 
     @contextmanager
@@ -162,7 +161,7 @@ class _Capture:
             stack.enter_context(
                 intercept.watched(
                     self.recorder,
-                    self.around.modules,
+                    self.state.modules,
                     on_unknown=self._meet_module,
                     on_optimizer=self._meet_optimizer,
                 )
@@ -186,7 +185,7 @@ class _Capture:
                 tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
             )
         fake.requires_grad_(tensor.requires_grad)
-        self.recorder.enter_tensor(Kind.BATCH, str(index), fake)
+        self.recorder.enter_tensor(EntryKind.BATCH, str(index), fake)
         return fake
 
     # Gradients from before the step
@@ -320,8 +319,8 @@ class _Capture:
             raise _MetModule(module)
         for part in parts:
             self.sandbox.add_module(part)
-        names = self.around.add_module(module)
-        self.attributes.update(note_attributes({n: self.around.modules[n] for n in names}))
+        names = self.state.add_module(module)
+        self.attributes.update(note_attributes({n: self.state.modules[n] for n in names}))
 
     def _meet_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer inside the user's own is part of it; one beside it would not be replayed."""
@@ -345,17 +344,17 @@ class _Capture:
             )
             raise _TryAgain("nothing_is_fake")
 
-    def _name_unknown(self, tensor: torch.Tensor) -> tuple[Kind, str]:
+    def _name_unknown(self, tensor: torch.Tensor) -> tuple[EntryKind, str]:
         if any(tensor is stand_in for stand_in in self.stand_ins.values()):
             raise _TryAgain("stand_ins")
-        known = self.around.name_of(tensor)
+        known = self.state.name_of(tensor)
         if known is not None:
             return known
         count = len(self.recorder.tape.entries)
         if not isinstance(tensor, FakeTensor):
             self.sandbox.add_tensor(tensor)
         if self.recorder.in_optimizer:  # state that it keeps in ways of its own
-            return Kind.OPT_STATE, f"optimizer.{count}"
+            return EntryKind.OPT_STATE, f"optimizer.{count}"
         if isinstance(tensor, FakeTensor):
             self.recorder.refuse(
                 "uses a fake tensor that this capture did not make",
@@ -363,7 +362,7 @@ class _Capture:
             )
         if tensor.requires_grad:
             self.outside_leaves.append(tensor)
-        return Kind.EXTERNAL, str(count)
+        return EntryKind.EXTERNAL, str(count)
 
 
 def _grad(param: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 Fake tensors never touch real memory, but the step also changes Python objects: gradients appear,
 the optimizer creates its state, modules replace buffers. `Sandbox` notes them before the step and
-restores them afterwards. Containers are restored key by key and never emptied: wherever a restore is
+restores them afterwards. Containers are restored key by key and never emptied: if a restore is
 interrupted, no attribute is missing, and restoring once more completes it.
 """
 
