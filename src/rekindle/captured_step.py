@@ -24,7 +24,7 @@ from rekindle.engines.expandable_segments import growing_for
 from rekindle.engines.program import Program
 from rekindle.engines.select_engine import Engine, EngineMaker
 from rekindle.errors import RekindleError
-from rekindle.measuring.timing import tensors_around
+from rekindle.measuring.timing import resident_tensors
 from rekindle.rewriting.apply_schedule import rewrite
 from rekindle.rewriting.early_updates import is_one_by_one
 from rekindle.rewriting.step_forms import improved
@@ -273,7 +273,7 @@ class CapturedStep:
 
     def around(self, batch: Any) -> list[Any]:
         """The tensors that are there before a step on this batch."""
-        return tensors_around(self._model, self._optimizer, batch)
+        return resident_tensors(self._model, self._optimizer, batch)
 
     def first_batch(self) -> list[torch.Tensor] | None:
         """The tensors of the batch captured first, if the user still holds them all."""

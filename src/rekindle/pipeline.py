@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -17,8 +16,7 @@ from rekindle.core.graph.simulate import ROLES, simulate
 from rekindle.core.rewrite.improve import carry_over
 from rekindle.engines.select_engine import EngineMaker
 from rekindle.errors import InfeasibleBudget, PlanError
-from rekindle.measuring import interpreter, measure, profile_cache
-from rekindle.measuring.meters import clear_workspaces
+from rekindle.measuring.measure import measured_profile
 from rekindle.planners.registry import Planner, find_planner
 from rekindle.rewriting.step_forms import improved, with_early_updates
 from rekindle.tracing.tape import Recording
@@ -26,50 +24,11 @@ from rekindle.units import format_bytes, parse_budget
 
 log = logging.getLogger("rekindle")
 
-_QUICK_US = 5e6  # a step on the CPU that takes no longer is not worth a kept profile
 _MATTERS = 0.02  # of the peak: gradients that are less are not worth calling the optimizer for
 _CALL_US = 50.0  # what a call of the optimizer costs beside its kernels
 # How far the allocator may be above the forecast, as a share of the budget. CUDA's hands out blocks
 # of up to a mebibyte more than was asked for, as it happens to have them.
 _MARGINS = {"exact": 0.0005, "cuda": 0.005}
-
-
-def measured_profile(
-    recording: Recording,
-    graph: StepGraph,
-    batch: list[torch.Tensor] | None,
-    device: torch.device,
-    *,
-    cache: bool = True,
-    runs: int = 3,
-    progress: Callable[[str], None] = lambda text: None,
-) -> Profile:
-    """A measured profile, from the cache where it is there.
-
-    What CUDA's libraries allocate is kept with it; what else is there beside the step is counted
-    each time. A CPU's times depend on what else it does: what takes but a moment is measured anew.
-    """
-    name, versions = measure.device_name(device), measure.versions(device)
-    beside = _bytes_beside(recording, batch or [], device)
-    kept = profile_cache.load(graph, name, versions) if cache and runs <= 3 else None
-    if kept is not None and (device.type != "cpu" or kept.step_us > _QUICK_US):
-        return replace(kept, overhead_bytes=kept.overhead_bytes + beside)
-    measured = measure.measure_profile(
-        recording, graph, batch, device, runs=runs, progress=progress
-    )
-    if cache:
-        libraries = max(0, measured.overhead_bytes - beside)
-        profile_cache.save(graph, replace(measured, overhead_bytes=libraries))
-    return measured
-
-
-def _bytes_beside(recording: Recording, batch: list[torch.Tensor], device: torch.device) -> int:
-    """What is allocated beside the step before libraries take their part."""
-    if device.type != "cuda":
-        return 0
-    clear_workspaces()
-    resident = interpreter.resident_bytes(recording, batch, device)
-    return max(0, torch.cuda.memory_allocated(device) - resident)
 
 
 class Captured(NamedTuple):

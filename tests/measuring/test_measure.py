@@ -294,10 +294,10 @@ def test_an_optimizer_that_cannot_be_recorded() -> None:
 def _no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs of the whole step fail for lack of memory."""
 
-    def in_order(*args: Any) -> None:
+    def step_us(*args: Any) -> None:
         raise torch.OutOfMemoryError("there is no room")
 
-    monkeypatch.setattr(measure._Session, "in_order", in_order)
+    monkeypatch.setattr(measure.CpuMeter, "step_us", step_us)
 
 
 @pytest.mark.usefixtures("_no_room")
@@ -320,13 +320,11 @@ def test_operators_one_by_one(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.usefixtures("_no_room")
-def test_what_is_there_beside_the_step_where_ops_run_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Not what is made up for the first op, and not state that the optimizer has yet to make."""
+def test_the_overhead_where_ops_run_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the first op's synthetic tensors, and without optimizer state yet to be created."""
     work = models.build("mlp", batch=2)
-    there = resident_bytes(work)
-    monkeypatch.setattr(measure.CpuMeter, "allocated_bytes", lambda self: there + 4096)
+    own_bytes = resident_bytes(work)
+    monkeypatch.setattr(measure.CpuMeter, "allocated_bytes", lambda self: own_bytes + 4096)
     assert rekindle.profile(captured(work), cache=False, runs=1).overhead_bytes == 4096
 
 
@@ -343,15 +341,11 @@ def test_distinct_operators_are_measured_once() -> None:
     assert n_distinct < len(step.graph.ops)
 
 
-def test_room_that_runs_out_in_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ops of the half-run step have changed the parameters by then: they are put back."""
+@pytest.mark.usefixtures("_no_room")
+def test_parameters_are_restored_where_memory_runs_out() -> None:
+    """Ops of the step have changed them by then."""
     model, batch = Net(), torch.randn(8, 6)
     step, measure_it = profiled(model, batch, make=torch.optim.SGD)
-
-    def no_room(*args: Any) -> None:
-        raise torch.OutOfMemoryError("there is no room")
-
-    monkeypatch.setattr(measure.CpuMeter, "step_us", no_room)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     assert "alone" in measure_it().method
     assert all(same(before[name], value) for name, value in model.state_dict().items())

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import rekindle
-from rekindle import pipeline
+from rekindle.core.cost.profile import Profile
 from rekindle.core.graph.graph import StepGraph
-from rekindle.measuring import measure, profile_cache
+from rekindle.measuring import measure
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
@@ -31,10 +31,22 @@ def captured(hidden: int = 6) -> rekindle.CapturedStep:
     return rekindle.capture(train_step, model, optimizer, torch.ones(8, 4))
 
 
+def profile(step: rekindle.CapturedStep, *, cache: bool = True) -> Profile:
+    """The step's profile, which may come from the cache however short the step is."""
+    return measure.measured_profile(
+        step.recording,
+        step.graph,
+        step.first_batch(),
+        step.device,
+        cache=cache,
+        runs=1,
+        min_cached_cpu_us=0.0,
+    )
+
+
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(pipeline, "_QUICK_US", 0.0)  # these steps take but a moment
     return tmp_path
 
 
@@ -57,7 +69,7 @@ def kept(home: Path) -> list[Path]:
 
 
 def test_the_second_time_nothing_is_measured(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
-    first = rekindle.profile(captured(), runs=1)
+    first = profile(captured())
     [path] = kept(home)
     assert path.parent == home / "rekindle" / "profiles"
 
@@ -65,17 +77,14 @@ def test_the_second_time_nothing_is_measured(monkeypatch: pytest.MonkeyPatch, ho
         raise AssertionError("measured again")
 
     monkeypatch.setattr(measure, "measure_profile", refuse)
-    second = rekindle.profile(captured(), runs=1)
+    second = profile(captured())
     assert second == first
     with pytest.raises(AssertionError, match="measured again"):
-        rekindle.profile(captured(), cache=False)
+        profile(captured(), cache=False)
 
 
-def test_what_takes_but_a_moment_on_the_cpu_is_measured_anew(
-    monkeypatch: pytest.MonkeyPatch, counted: list[StepGraph], home: Path
-) -> None:
+def test_a_short_step_on_the_cpu_is_always_measured(counted: list[StepGraph], home: Path) -> None:
     """Times from when the machine was busy would be far off."""
-    monkeypatch.setattr(pipeline, "_QUICK_US", 1e9)
     rekindle.profile(captured(), runs=1)
     (path,) = kept(home)
     written = path.stat().st_mtime_ns
@@ -85,12 +94,12 @@ def test_what_takes_but_a_moment_on_the_cpu_is_measured_anew(
 
 
 def test_without_the_cache_nothing_is_read_or_written(counted: list[StepGraph], home: Path) -> None:
-    rekindle.profile(captured(), runs=1, cache=False)
+    profile(captured(), cache=False)
     assert not kept(home)
-    rekindle.profile(captured(), runs=1)
+    profile(captured())
     [path] = kept(home)
     written = path.read_bytes()
-    rekindle.profile(captured(), runs=1, cache=False)
+    profile(captured(), cache=False)
     assert len(counted) == 3
     assert path.read_bytes() == written
 
@@ -102,27 +111,27 @@ def test_an_analytic_profile_is_not_kept(home: Path) -> None:
 
 def test_each_graph_has_its_own(counted: list[StepGraph], home: Path) -> None:
     for hidden in (6, 7, 6, 7):
-        rekindle.profile(captured(hidden), runs=1)
+        profile(captured(hidden))
     assert len(counted) == len(kept(home)) == 2
 
 
 def test_each_version_has_its_own(
     counted: list[StepGraph], home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rekindle.profile(captured(), runs=1)
+    profile(captured())
     monkeypatch.setattr(measure, "versions", lambda device: {"python": "3", "torch": "99.9"})
-    rekindle.profile(captured(), runs=1)
-    rekindle.profile(captured(), runs=1)
+    profile(captured())
+    profile(captured())
     assert len(counted) == len(kept(home)) == 2
 
 
 def test_each_device_has_its_own(
     counted: list[StepGraph], home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rekindle.profile(captured(), runs=1)
+    profile(captured())
     monkeypatch.setattr(measure, "device_name", lambda device: "abacus")
-    assert rekindle.profile(captured(), runs=1).device == "abacus"
-    assert rekindle.profile(captured(), runs=1).device == "abacus"
+    assert profile(captured()).device == "abacus"
+    assert profile(captured()).device == "abacus"
     assert len(counted) == len(kept(home)) == 2
 
 
@@ -162,17 +171,17 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 def test_a_file_that_does_not_fit_is_ignored_and_written_anew(
     damage: str, counted: list[StepGraph], home: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rekindle.profile(captured(), runs=1)
+    profile(captured())
     [path] = kept(home)
     DAMAGE[damage](path)
     with caplog.at_level(logging.WARNING, logger="rekindle"):
-        again = rekindle.profile(captured(), runs=1)
+        again = profile(captured())
     [record] = caplog.records
     assert "ignoring" in record.getMessage()
     assert str(path) in record.getMessage()
     assert len(counted) == 2
     caplog.clear()
-    assert rekindle.profile(captured(), runs=1) == again
+    assert profile(captured()) == again
     assert (len(counted), len(caplog.records)) == (2, 0)
 
 
@@ -186,9 +195,8 @@ def test_a_folder_that_cannot_be_written_to(
     (home / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(home / "file"))
     with caplog.at_level(logging.WARNING, logger="rekindle"):
-        profile = rekindle.profile(captured(), runs=1)
-    assert profile.step_us > 0
-    assert "could not keep the profile" in caplog.text
+        assert profile(captured()).step_us > 0
+    assert "could not cache the profile" in caplog.text
     assert len(counted) == 1
 
 
@@ -201,12 +209,12 @@ def test_a_folder_that_may_not_be_looked_into(
         raise PermissionError(13, "Permission denied", str(self))
 
     for name in ("stat", "mkdir", "open"):
-        monkeypatch.setattr(profile_cache.Path, name, refuse)
-    assert rekindle.profile(captured(), runs=1).step_us > 0
+        monkeypatch.setattr(measure.Path, name, refuse)
+    assert profile(captured()).step_us > 0
     assert len(counted) == 1
 
 
 def test_the_folder_without_a_setting(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(home / "me"))
-    assert profile_cache.folder() == home / "me" / ".cache" / "rekindle" / "profiles"
+    assert measure.cache_folder() == home / "me" / ".cache" / "rekindle" / "profiles"

@@ -33,8 +33,11 @@ from rekindle.engines.cudagraph.rng_twins import Randomness, revive
 from rekindle.engines.cudagraph.static_batch import StaticBatch, like
 from rekindle.engines.gc_pause import collected_later
 from rekindle.engines.program import Program
-from rekindle.measuring.meters import clear_workspaces
-from rekindle.torch_internals import global_optimizer_post_hooks, global_optimizer_pre_hooks
+from rekindle.torch_internals import (
+    clear_cublas_workspaces,
+    global_optimizer_post_hooks,
+    global_optimizer_pre_hooks,
+)
 from rekindle.tracing import rng
 from rekindle.tracing.tape import EntryKind
 
@@ -142,13 +145,13 @@ def _quiet(device: torch.device) -> Iterator[None]:
     """Nothing is under way on the device, no memory is held for later, no garbage is collected."""
     torch.cuda.synchronize(device)
     gc.collect()
-    clear_workspaces()
+    clear_cublas_workspaces()
     torch.cuda.empty_cache()
     try:
         with collected_later():
             yield
     finally:
-        clear_workspaces()
+        clear_cublas_workspaces()
 
 
 @dataclass(frozen=True, eq=False)
