@@ -1,7 +1,7 @@
-"""Reading and setting random generators: a device's default one by name, or the user's own.
+"""Reads and sets random generators: a device's default one by name, or the user's own.
 
-A step that saves and restores random state itself, as `torch.utils.checkpoint` does, has
-`get_state` and `set_state` in its graph.
+`get_state` and `set_state` are calls in the graph of a step that saves and restores random state
+itself, as `torch.utils.checkpoint` does.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def set_state(device: str, state: torch.Tensor) -> None:
 def read(source: torch.Generator | str) -> torch.Tensor:
     """The state of a generator, or of a device's default one.
 
-    It lies in numpy's memory: in torch's, the 5 KB of a CPU generator would count as the step's.
+    It is in numpy's memory: in torch's, the 5 KB of a CPU generator would count as the step's.
     """
     return torch.from_numpy(generator_of(source).get_state().numpy().copy())
 
@@ -56,7 +56,7 @@ def replay(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call a function with the generator in an earlier state; it then goes on where it was."""
+    """Call a function with the generator in an earlier state, then put back its present state."""
     now = read(source)
     write(source, state)
     try:
