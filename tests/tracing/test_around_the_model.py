@@ -209,7 +209,7 @@ def test_a_tensor_kept_from_an_earlier_capture_is_refused() -> None:
 
     model, optimizer = made()
     step = rekindle.optimize(Keeps(), model, optimizer, batches()[0])
-    with pytest.raises(rekindle.CaptureError, match="an earlier capture made"):
+    with pytest.raises(rekindle.CaptureError, match="kept from an earlier capture"):
         step(batches()[0][:3])
 
 

@@ -82,7 +82,7 @@ def batches(mask: str, n: int = 3) -> list[Any]:
 
 
 def asked(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
-    text = "decides by a value of the batch"
+    text = "branches on a value of the batch"
     return [record for record in caplog.records if text in record.getMessage()]
 
 
