@@ -17,7 +17,8 @@ from rekindle.measuring.meters import CallOp
 from rekindle.torch_internals import AutoDispatchBelowAutograd, set_grad_enabled
 from rekindle.tracing import undo
 from rekindle.tracing.defer_sigint import uninterrupted
-from rekindle.tracing.tape import EntryKind, Recording
+from rekindle.tracing.step_state import EntryKind, Slot
+from rekindle.tracing.tape import Recording
 
 
 def inputs(recording: Recording, batch: list[torch.Tensor]) -> dict[fx.Node, torch.Tensor]:
@@ -26,19 +27,25 @@ def inputs(recording: Recording, batch: list[torch.Tensor]) -> dict[fx.Node, tor
     Optimizers start from zeros. Random state could turn parameters into NaN (the square root of a
     negative average), for which kernels may take another time.
     """
-    slots = {(slot.kind, slot.name): slot for slot in recording.state.slots}
+    slots = slots_of_entries(recording)
     made = dict(zip(recording.batch_nodes, batch, strict=True))
     for entry in recording.tape.entries:
         if entry.kind is EntryKind.BATCH:
             continue
-        slot = slots.get((entry.kind, entry.name))
-        if slot is not None:
-            made[entry.node] = slot.get()
+        if entry.node in slots:
+            made[entry.node] = slots[entry.node].get()
         elif _is_real(entry.tensor):
             made[entry.node] = entry.tensor
         else:
             made[entry.node] = synthetic_tensor(recording, entry.node).zero_()
     return made
+
+
+def slots_of_entries(recording: Recording) -> dict[fx.Node, Slot]:
+    """The slot of each entry that has one."""
+    slots = {(slot.kind, slot.name): slot for slot in recording.state.slots}
+    entries = (entry for entry in recording.tape.entries if (entry.kind, entry.name) in slots)
+    return {entry.node: slots[entry.kind, entry.name] for entry in entries}
 
 
 def input_bytes(recording: Recording, batch: list[torch.Tensor], device: torch.device) -> int:

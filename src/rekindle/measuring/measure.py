@@ -88,34 +88,23 @@ def measured_profile(
 ) -> Profile:
     """The profile of a step, from the cache or measured.
 
-    The overhead of CUDA's libraries is cached with it; other memory in use is counted each time. A
-    CPU's times depend on its load, so that steps shorter than `min_cached_cpu_us` are always
-    measured.
+    The user's tensors and generators keep their values. The overhead of CUDA's libraries is cached
+    with the profile; other memory in use is counted each time. A CPU's times depend on its load, so
+    that steps shorter than `min_cached_cpu_us` are always measured.
     """
-    name, current = device_name(device), versions(device)
     if device.type == "cuda":
         clear_cublas_workspaces()
-    meter = _meter(device)
-    other_bytes = _other_bytes(meter, recording, batch or [], device)
-    cached = load_cached(graph, name, current) if cache and runs <= 3 else None
+    session = _Session(recording, graph, device, runs, progress)
+    other_bytes = session.other_bytes(batch or [])
+    current = device_name(device), versions(device)
+    cached = _load_cached(graph, *current) if cache and runs <= 3 else None
     if cached is not None and (device.type != "cpu" or cached.step_us > min_cached_cpu_us):
         return replace(cached, overhead_bytes=cached.overhead_bytes + other_bytes)
-    measured = measure_profile(recording, graph, batch, device, runs=runs, progress=progress)
+    measured = session.profile(batch)
     if cache:
         library_bytes = max(0, measured.overhead_bytes - other_bytes)
-        save_cached(graph, replace(measured, overhead_bytes=library_bytes))
+        _save_cached(graph, replace(measured, overhead_bytes=library_bytes))
     return measured
-
-
-def _meter(device: torch.device) -> Meter:
-    return CudaMeter(device) if device.type == "cuda" else CpuMeter()
-
-
-def _other_bytes(
-    meter: Meter, recording: Recording, batch: list[torch.Tensor], device: torch.device
-) -> int:
-    """Bytes allocated on the device now for anything but the step's own tensors."""
-    return max(0, meter.allocated_bytes() - interpreter.input_bytes(recording, batch, device))
 
 
 # The cache on disk. A profile that cannot be read is measured again and overwritten.
@@ -133,7 +122,7 @@ def _cache_path(graph: StepGraph, device: str, versions: Mapping[str, str]) -> P
     return cache_folder() / f"{graph.fingerprint}-{digest}.json.gz"
 
 
-def load_cached(graph: StepGraph, device: str, versions: Mapping[str, str]) -> Profile | None:
+def _load_cached(graph: StepGraph, device: str, versions: Mapping[str, str]) -> Profile | None:
     """The cached profile of a graph on a device; None if there is none or it does not match."""
     path = _cache_path(graph, device, versions)
     try:
@@ -143,16 +132,14 @@ def load_cached(graph: StepGraph, device: str, versions: Mapping[str, str]) -> P
     except (ProfileError, OSError) as error:
         log.warning("ignoring a cached profile: %s", error)
         return None
-    if profile.fingerprint != graph.fingerprint:
-        log.warning("ignoring the cached profile %s: it belongs to another graph", path)
-    elif profile.device != device or dict(profile.versions) != dict(versions):
-        log.warning("ignoring the cached profile %s: other device or versions", path)
-    else:
-        return profile
-    return None
+    found = (profile.fingerprint, profile.device, dict(profile.versions))
+    if found != (graph.fingerprint, device, dict(versions)):
+        log.warning("ignoring the cached profile %s: other graph, device or versions", path)
+        return None
+    return profile
 
 
-def save_cached(graph: StepGraph, profile: Profile) -> None:
+def _save_cached(graph: StepGraph, profile: Profile) -> None:
     """Write a profile to the cache; if that fails, log a warning."""
     path = _cache_path(graph, profile.device, profile.versions)
     try:
@@ -162,37 +149,11 @@ def save_cached(graph: StepGraph, profile: Profile) -> None:
         log.warning("could not cache the profile: %s", error)
 
 
-def measure_profile(
-    recording: Recording,
-    graph: StepGraph,
-    batch: list[torch.Tensor] | None,
-    device: torch.device,
-    *,
-    runs: int = 3,
-    progress: Progress = lambda text: None,
-) -> Profile:
-    """Measure a step. The user's tensors and generators keep their values."""
-    if len(recording.tape.calls) != len(graph.ops):
-        raise ProfileError(
-            "this step's optimizer cannot be recorded, so the step cannot be measured op by op: "
-            'ask for an analytic profile of a named device instead, as in device="H200".'
-        )
-    session = _Session(recording, graph, _meter(device), device, runs, progress)
-    try:
-        return session.in_order(batch)
-    except torch.OutOfMemoryError:
-        log.info("the step does not fit into memory: measuring each distinct operator alone")
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    return session.one_by_one(batch or [])
-
-
 class _Session:
     def __init__(
         self,
         recording: Recording,
         graph: StepGraph,
-        meter: Meter,
         device: torch.device,
         runs: int,
         progress: Progress,
@@ -200,17 +161,32 @@ class _Session:
         self.recording = recording
         self.device = device
         self.graph = graph
-        self.meter = meter
+        self.meter: Meter = CudaMeter(device) if device.type == "cuda" else CpuMeter()
         self.runs = runs
         self.progress = progress
-        slots = {(slot.kind, slot.name): slot for slot in recording.state.slots}
-        self._slot_of = {
-            entry.node: slots[entry.kind, entry.name]
-            for entry in recording.tape.entries
-            if (entry.kind, entry.name) in slots
-        }
+        self._slot_of = interpreter.slots_of_entries(recording)
 
-    def in_order(self, batch: list[torch.Tensor] | None) -> Profile:
+    def other_bytes(self, batch: list[torch.Tensor]) -> int:
+        """Bytes allocated on the device now for anything but the step's own tensors."""
+        own_bytes = interpreter.input_bytes(self.recording, batch, self.device)
+        return max(0, self.meter.allocated_bytes() - own_bytes)
+
+    def profile(self, batch: list[torch.Tensor] | None) -> Profile:
+        """Measure the step in order, or its operators alone if it does not fit into memory."""
+        if len(self.recording.tape.calls) != len(self.graph.ops):
+            raise ProfileError(
+                "this step's optimizer cannot be recorded, so the step cannot be measured op by "
+                'op: ask for an analytic profile of a named device instead, as in device="H200".'
+            )
+        try:
+            return self._in_order(batch)
+        except torch.OutOfMemoryError:
+            log.info("the step does not fit into memory: measuring each distinct operator alone")
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return self._one_by_one(batch or [])
+
+    def _in_order(self, batch: list[torch.Tensor] | None) -> Profile:
         """Run the whole step, op after op."""
         recording, n_ops = self.recording, len(self.graph.ops)
         with interpreter.preserved(recording, batch):
@@ -266,7 +242,7 @@ class _Session:
         samples = [self.meter.times_us(run_copies, n_ops) for _ in range(self.runs)]
         return np.asarray(np.median(np.stack(samples), axis=0))
 
-    def one_by_one(self, batch: list[torch.Tensor]) -> Profile:
+    def _one_by_one(self, batch: list[torch.Tensor]) -> Profile:
         """Run each distinct operator alone, on tensors made for it."""
         calls = self.recording.tape.calls
         groups: dict[Hashable, list[int]] = {}
@@ -291,7 +267,7 @@ class _Session:
 
         with interpreter.preserved(self.recording):
             run(call_plainly)
-            overhead_bytes = _other_bytes(self.meter, self.recording, batch, self.device)
+            overhead_bytes = self.other_bytes(batch)
             alone, _ = self.meter.workspaces_bytes(run, len(calls))
             samples = [self.meter.times_us(run, len(calls)) for _ in range(self.runs)]
             copies = self._copies_us(run, len(calls))

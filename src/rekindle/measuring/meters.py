@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,27 +25,6 @@ Run = Callable[[CallOp], None]  # runs all ops of a step, each by a call of the 
 _MARK = "rekindle:"
 _STEP_REPLAYS = 10
 _LARGE_CACHE_RATIO = 1 / 4  # of the memory available to the process
-
-
-class Meter(Protocol):
-    """Measures on one kind of device."""
-
-    allocator: str
-
-    def times_us(self, run: Run, n_ops: int) -> NDArray[np.float64]:
-        """The time of each op, from one run."""
-
-    def workspaces_bytes(self, run: Run, n_ops: int) -> tuple[NDArray[np.int64], int]:
-        """Bytes that each op allocates for itself alone, and bytes allocated before the run."""
-
-    def allocated_bytes(self) -> int:
-        """Bytes allocated now; 0 if the allocator does not tell."""
-
-    def step_us(self, run: Run) -> float | None:
-        """The time of the whole run without gaps between ops; None if it cannot be measured."""
-
-    def transfer_rates(self) -> tuple[float, float]:
-        """Bytes per microsecond from the device to the host and back; zeros on the CPU."""
 
 
 def call_plainly(index: int, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -67,6 +46,7 @@ class CudaMeter:
         self._device = device
 
     def times_us(self, run: Run, n_ops: int) -> NDArray[np.float64]:
+        """The time of each op, from one run."""
         activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
         with torch_profile(activities=activities, acc_events=True) as profiler:
             run(_call_marked)
@@ -78,6 +58,7 @@ class CudaMeter:
         return times
 
     def workspaces_bytes(self, run: Run, n_ops: int) -> tuple[NDArray[np.int64], int]:
+        """Each op's temporary bytes, without its results, and the bytes allocated at the start."""
         allocated = torch.cuda.memory_allocated
         found = np.zeros(n_ops, dtype=np.int64)
         at_start: list[int] = []
@@ -96,9 +77,11 @@ class CudaMeter:
         return found, at_start[0] if at_start else 0
 
     def allocated_bytes(self) -> int:
+        """The bytes allocated now."""
         return torch.cuda.memory_allocated(self._device)
 
     def step_us(self, run: Run) -> float | None:
+        """The time of the whole run without gaps between ops; None if it cannot be captured."""
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph):
@@ -112,6 +95,7 @@ class CudaMeter:
         return statistics.median(faster)
 
     def transfer_rates(self) -> tuple[float, float]:
+        """Bytes per microsecond from the device to the host, and back."""
         nbytes = 64 << 20
         host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         on_device = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
@@ -129,7 +113,10 @@ class CudaMeter:
 
 
 class CpuMeter:
-    """Wall times, and bytes from the profiler's record of allocations."""
+    """Wall times, and bytes from the profiler's record of allocations.
+
+    There is no count of allocated bytes, no step without gaps, and no transfer.
+    """
 
     allocator = "exact"
 
@@ -170,6 +157,9 @@ class CpuMeter:
 
     def transfer_rates(self) -> tuple[float, float]:
         return 0.0, 0.0
+
+
+Meter = CudaMeter | CpuMeter
 
 
 def cuda_samples_us(step: Callable[[], Any], steps: int) -> list[float]:

@@ -55,18 +55,17 @@ class Checks:
 
     def batch(self, structure: batch_tree.Structure) -> None:
         """The batch consists of tensors and constants."""
-        for leaf in batch_tree.opaque_leaves(structure):
-            self._refuse(
-                f"the batch contains a {type(leaf).__name__}, which Rekindle cannot look into",
-                "Pass tensors and plain numbers, in tuples, lists, dicts or dataclasses.",
-            )
+        self._leaves(structure, "the batch contains", "Pass tensors and plain numbers")
 
     def result(self, structure: batch_tree.Structure) -> None:
         """The result consists of tensors and constants."""
+        self._leaves(structure, "the step returns", "Return tensors")
+
+    def _leaves(self, structure: batch_tree.Structure, problem: str, advice: str) -> None:
         for leaf in batch_tree.opaque_leaves(structure):
             self._refuse(
-                f"the step returns a {type(leaf).__name__}, which Rekindle cannot look into",
-                "Return tensors, in tuples, lists, dicts or dataclasses.",
+                f"{problem} a {type(leaf).__name__}, which Rekindle cannot look into",
+                f"{advice}, in tuples, lists, dicts or dataclasses.",
             )
 
     def trains(self, tape: Tape) -> None:
@@ -124,12 +123,12 @@ class Checks:
 
     def randomness(self, sandbox: Sandbox) -> None:
         """Only torch's operators draw random numbers, and no generator is seeded."""
-        if sandbox.moved_generators():
+        if sandbox.seeded_torch():
             self._refuse(
                 "the step seeds a random generator",
                 "Call torch.manual_seed outside the step; each step draws on from there.",
             )
-        if not sandbox.python_random.is_unchanged():
+        if sandbox.used_python_random():
             self._refuse(
                 "the step draws from Python's or numpy's random generator",
                 "Draw with torch (torch.rand, torch.randint), which the capture can record.",

@@ -26,27 +26,21 @@ Undo = Callable[[], None]
 
 def remember(obj: Any) -> Undo:
     """An undo for changes to a tree of dicts and lists: the same containers, the same contents."""
-    if isinstance(obj, dict):
-        content = dict(obj)
-        inner = [remember(value) for value in content.values()]
+    if not isinstance(obj, (dict, list)):
+        return lambda: None
+    content: Any = dict(obj) if isinstance(obj, dict) else list(obj)
+    values = content.values() if isinstance(obj, dict) else content
+    inner = [remember(value) for value in values]
 
-        def undo() -> None:
+    def undo() -> None:
+        if isinstance(obj, dict):
             _restore_dict(obj, content)
-            for undo_one in inner:
-                undo_one()
+        else:
+            obj[:] = content
+        for undo_one in inner:
+            undo_one()
 
-        return undo
-    if isinstance(obj, list):
-        items = list(obj)
-        inner = [remember(item) for item in items]
-
-        def undo_list() -> None:
-            obj[:] = items
-            for undo_one in inner:
-                undo_one()
-
-        return undo_list
-    return lambda: None
+    return undo
 
 
 def _restore_dict(changed: dict[Any, Any], content: dict[Any, Any]) -> None:
@@ -109,24 +103,6 @@ def set_random_states(states: list[Any]) -> None:
         torch.cuda.set_rng_state_all(states[1:])
 
 
-class PythonRandom:
-    """The states of the generators of `random` and numpy, whose draws a graph cannot hold."""
-
-    def __init__(self) -> None:
-        self._python = random.getstate()
-        self._numpy = np.random.get_state()
-
-    def restore(self) -> None:
-        """Set both generators back."""
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
-
-    def is_unchanged(self) -> bool:
-        """True if neither was drawn from since."""
-        now = PythonRandom()
-        return pickle.dumps((now._python, now._numpy)) == pickle.dumps((self._python, self._numpy))
-
-
 class Sandbox:
     """Notes the state of modules, tensors, optimizers and generators, and restores it."""
 
@@ -142,8 +118,8 @@ class Sandbox:
         for tensor in tensors:
             self.add_tensor(tensor)
         self.add_optimizer(optimizer)
-        self.random_states = random_states()
-        self.python_random = PythonRandom()
+        self._random_states = random_states()
+        self._python_random = random.getstate(), np.random.get_state()
 
     def add_tensor(self, tensor: torch.Tensor) -> None:
         """Note one more tensor."""
@@ -160,17 +136,23 @@ class Sandbox:
         undo = _remember_attributes(optimizer, optimizer.state, optimizer.param_groups)
         self._undo.append(undo)
 
-    def moved_generators(self) -> bool:
+    def seeded_torch(self) -> bool:
         """True if the step seeded a torch generator; fake operators do not advance one."""
         now = random_states()
-        return not all(torch.equal(a, b) for a, b in zip(now, self.random_states, strict=False))
+        return not all(torch.equal(a, b) for a, b in zip(now, self._random_states, strict=False))
+
+    def used_python_random(self) -> bool:
+        """True if the step used `random` or numpy's generator, whose draws cannot be recorded."""
+        now = random.getstate(), np.random.get_state()
+        return pickle.dumps(now) != pickle.dumps(self._python_random)
 
     def restore(self) -> None:
         """Restore everything; if interrupted, another call completes it."""
         for undo in reversed(self._undo):
             undo()
-        set_random_states(self.random_states)
-        self.python_random.restore()
+        set_random_states(self._random_states)
+        random.setstate(self._python_random[0])
+        np.random.set_state(self._python_random[1])
         torch.clear_autocast_cache()
 
 
