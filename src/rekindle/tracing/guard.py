@@ -19,12 +19,8 @@ from torch import nn
 from rekindle.tracing import batch_tree
 from rekindle.tracing.tape import Recording
 
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_requires_grad = operator.attrgetter("requires_grad")
 
 
 def signature(tensor: torch.Tensor) -> Hashable:
@@ -49,9 +45,7 @@ class Guard:
         self._tensor_hooks = _tensor_hooks(tensors)
         self._remember(tensors)
         self._grads = [(use.slot, use.existed) for use in recording.grads if use.reads_old]
-        self._effects = [
-            (effect.container, effect.key, _form(effect.before)) for effect in recording.effects
-        ]
+        self._effects = [(e.container, e.key, _without_values(e.before)) for e in recording.effects]
         changing = {(id(effect.container), effect.key) for effect in recording.effects}
         self._modules = _ModuleAttributes([*state.modules.items()], changing)
 
@@ -70,10 +64,10 @@ class Guard:
             return None
         if _tensor_hooks(tensors) != self._tensor_hooks:
             return self._refuse("a tensor has other hooks")
-        if any((tensors[index].grad is not None) != there for index, there in self._grads):
+        if any((tensors[index].grad is not None) != existed for index, existed in self._grads):
             return self._refuse("gradients from before the step were added or cleared")
-        for container, key, form in self._effects:
-            if _form(container.get(key)) != form:
+        for container, key, before in self._effects:
+            if _without_values(container.get(key)) != before:
                 return self._refuse(f"{key} has another structure, shape or dtype")
         if not self._modules.are_unchanged():
             return self._refuse(self._modules.first_change())
@@ -129,11 +123,10 @@ class _ModuleAttributes:
             self._contents += [module._modules, module._parameters, module._buffers]
             self._contents += [attributes[name] for name in _HOOKS if name in attributes]
         self._sizes = list(map(len, self._contents))
-        parts = [(content, dict(content)) for content in self._contents if content]
         self._parts = [
-            (content, before)
-            for content, before in parts
-            if not any(isinstance(value, torch.Tensor) for value in before.values())
+            (content, dict(content))
+            for content in self._contents
+            if content and not any(isinstance(v, torch.Tensor) for v in content.values())
         ]
 
     @staticmethod
@@ -172,9 +165,6 @@ class _ModuleAttributes:
         return "submodules or hooks have changed"
 
 
-_requires_grad = operator.attrgetter("requires_grad")
-
-
 def _tensor_hooks(tensors: list[torch.Tensor]) -> list[Any]:
     """Copies of the dicts of hooks that users registered on tensors."""
     found = zip(
@@ -189,7 +179,7 @@ def _tensor_hooks(tensors: list[torch.Tensor]) -> list[Any]:
     ]
 
 
-def _form(value: Any) -> Hashable:
+def _without_values(value: Any) -> Hashable:
     """A module's attribute without the values of its tensors."""
     flat = batch_tree.flatten(value)
     leaves = tuple(leaf for leaf in flat.structure.leaves if isinstance(leaf, (int, float, str)))

@@ -156,10 +156,8 @@ class Recorder(TorchDispatchMode):
             return self._constant(args[0])
         if func in (aten.set_.source_Storage, aten.set_.source_Storage_storage_offset):
             return self._set_storage(func, *args, **kwargs)
-        args, kwargs = (
-            operators.map_tensors(args, self._twin),
-            operators.map_tensors(kwargs, self._twin),
-        )
+        args = operators.map_tensors(args, self._twin)
+        kwargs = operators.map_tensors(kwargs, self._twin)
         if self.is_paused or operators.is_bookkeeping(func):
             return func(*args, **kwargs)
         if operators.is_composite(func):
@@ -213,7 +211,7 @@ class Recorder(TorchDispatchMode):
                 "Write it out of place: x = x.unsqueeze(0), not x.unsqueeze_(0).",
             )
         tensor._rekindle_node = None
-        self._append(view, (node, *args[1:]), kwargs, tensor)
+        self._record(view, (node, *args[1:]), kwargs, tensor)
 
     def _constant(self, tensor: torch.Tensor) -> torch.Tensor:
         """Record `torch.tensor(...)` as a copy of the constant."""
@@ -289,40 +287,19 @@ class Recorder(TorchDispatchMode):
             self.tape.storages.append(StorageMeta(storage.nbytes(), tensor.device))
         return index
 
-    def _record(self, func: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> None:
-        self._append(
-            func,
-            args,
-            kwargs,
-            result,
-            writes=operators.written(func, args, kwargs),
-            is_random=operators.is_random(func, args, kwargs),
-            flops=operators.flops(func, args, kwargs, result),
-        )
-
     def get_random_state(self, device: str, state: torch.Tensor) -> torch.Tensor:
         """Record that the step reads a generator's state; returns a fake of that state."""
         self.is_paused = True
         fake = torch.empty(state.shape, dtype=state.dtype, device="cpu")
         self.is_paused = False
-        self._append(rng.get_state, (device,), {}, fake)
+        self._record(rng.get_state, (device,), {}, fake)
         return fake
 
     def set_random_state(self, device: str, state: torch.Tensor) -> None:
         """Record that the step sets a generator's state."""
-        self._append(rng.set_state, (device, state), {}, None)
+        self._record(rng.set_state, (device, state), {}, None)
 
-    def _append(
-        self,
-        target: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        result: Any,
-        *,
-        writes: list[torch.Tensor] | None = None,
-        is_random: bool = False,
-        flops: int = 0,
-    ) -> None:
+    def _record(self, target: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> None:
         node = self.tape.graph.create_node(
             "call_function",
             target,
@@ -340,21 +317,23 @@ class Recorder(TorchDispatchMode):
             self._source_of_seq.setdefault(get_sequence_nr() - 1, source)
         else:
             source = self._source_of_seq.get(autograd_node._sequence_nr(), source)
+        is_op = isinstance(target, OpOverload)
+        writes = operators.written(target, args, kwargs) if is_op else []
         self._n_calls += 1
         self.tape.calls.append(
             Call(
                 serial=self._n_calls,
                 node=node,
                 results=results,
-                writes=[self.node_of(tensor) for tensor in writes or ()],
+                writes=[self.node_of(tensor) for tensor in writes],
                 source=source,
                 in_backward=autograd_node is not None or self.in_backward,
                 in_optimizer=self.in_optimizer,
                 in_loss=site.in_loss,
                 in_model=bool(self.module_path),
                 grad_enabled=torch.is_grad_enabled(),
-                is_random=is_random,
-                flops=flops,
+                is_random=is_op and operators.is_random(target, args, kwargs),
+                flops=operators.flops(target, args, kwargs, result) if is_op else 0,
             )
         )
 
