@@ -1,4 +1,4 @@
-"""Measured profiles on disk: kept, found again, and never trusted blindly."""
+"""The cache of measured profiles: it is used, and checked before use."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_without_the_cache_nothing_is_read_or_written(home: Path) -> None:
     assert path.read_bytes() == written
 
 
-def test_an_analytic_profile_is_not_kept(home: Path) -> None:
+def test_an_analytic_profile_is_not_cached(home: Path) -> None:
     rekindle.profile(captured(), device="H200")
     assert not kept(home)
 
@@ -128,7 +128,7 @@ def changed(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 def overwritten(path: Path) -> None:
-    """A few bytes in the middle are others."""
+    """Overwrite a few bytes in the middle."""
     whole = bytearray(path.read_bytes())
     middle = len(whole) // 2
     whole[middle : middle + 8] = b"\xff" * 8
@@ -154,7 +154,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_file_that_does_not_fit_is_ignored_and_written_anew(
+def test_an_invalid_file_is_ignored_and_overwritten(
     damage: str, home: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     profile(captured())
@@ -176,7 +176,7 @@ def test_a_folder_that_cannot_be_written_to(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A file is where the folder should be: no permission bit stops whoever runs the tests."""
+    """A file in place of the folder: permissions would not stop tests that run as root."""
     (home / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(home / "file"))
     with caplog.at_level(logging.WARNING, logger="rekindle"):
@@ -185,8 +185,8 @@ def test_a_folder_that_cannot_be_written_to(
     assert len(MEASURED) == 1
 
 
-def test_a_folder_that_may_not_be_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another user's folder: asking whether a file is there is refused already."""
+def test_a_folder_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As another user's folder: even `exists` is refused."""
 
     def refuse(self: Path, *args: Any, **kwargs: Any) -> Any:
         raise PermissionError(13, "Permission denied", str(self))
@@ -197,7 +197,7 @@ def test_a_folder_that_may_not_be_looked_into(monkeypatch: pytest.MonkeyPatch) -
     assert len(MEASURED) == 1
 
 
-def test_the_folder_without_a_setting(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
+def test_the_default_folder(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(home / "me"))
     assert measure.cache_folder() == home / "me" / ".cache" / "rekindle" / "profiles"

@@ -1,4 +1,4 @@
-"""What cannot be captured is refused at the user's own line, with advice; nothing is changed."""
+"""Errors name the user's own line and say what to write instead; nothing is changed."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def parameter_array(model: nn.Module, optimizer: torch.optim.Optimizer, batch: A
 
 @pytest.mark.parametrize("train_step", [parameter_list, parameter_array], ids=lambda f: f.__name__)
 def test_reading_a_parameters_memory(train_step: Callable[..., Any]) -> None:
-    """A parameter is a real tensor even while capturing, and its values will be others."""
+    """A parameter is a real tensor even in a capture, and its values will change."""
     error = refusal(train_step)
     assert (error.filename, error.lineno) == (__file__, marked_line(train_step))
 
@@ -238,7 +238,7 @@ def test_shapes_that_depend_on_data(train_step: Callable[..., Any], operator: st
     assert error.__cause__ is not None
 
 
-# What a step must and must not do
+# Rules for a step
 
 
 def no_backward(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> Any:
@@ -384,7 +384,7 @@ def test_opaque_batch() -> None:
 
 @pytest.mark.parametrize("form", ["method", "callable", "lambda"])
 def test_every_form_of_a_step_has_a_line(form: str) -> None:
-    """Errors about the step as a whole name the line where it is defined."""
+    """Errors about the whole step name the line where it is defined."""
 
     class Trainer:
         def step(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> Any:
@@ -404,7 +404,7 @@ def test_every_form_of_a_step_has_a_line(form: str) -> None:
     assert (error.filename, error.lineno) == (__file__, function.__code__.co_firstlineno)
 
 
-# Whose line it is
+# Lines in models and libraries
 
 
 def test_value_read_in_the_model(tmp_path: Path) -> None:
@@ -434,7 +434,7 @@ def install(name: str, source: str, folder: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_value_read_in_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An installed library's line helps nobody: the user's call into it is named."""
+    """The user's call into an installed library is named, not the library's line."""
     source = "def accuracy(a, b):\n    return (a.argmax(1) == b).float().mean().item()\n"
     install("metrics", source, tmp_path, monkeypatch)
     import metrics  # type: ignore[import-not-found]
@@ -453,7 +453,7 @@ def test_value_read_in_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_dynamic_shape_in_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same when the error comes with a traceback instead of a stack."""
+    """The same for an error of torch, whose traceback is searched."""
     install("picking", "def pick(a, b):\n    return a[b > 0]\n", tmp_path, monkeypatch)
     import picking  # type: ignore[import-not-found]
 
@@ -469,7 +469,7 @@ def test_a_dynamic_shape_in_a_library(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_the_users_own_exception() -> None:
-    """An error of the model's own is not Rekindle's business, during capture or later."""
+    """An error that the model raises reaches the user unchanged, in the capture and later."""
 
     class Picky(nn.Module):
         def __init__(self) -> None:
@@ -523,7 +523,7 @@ class Counting(nn.Module):
 
 
 def test_a_counter_is_named_in_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    """A Python number that the step changes cannot be replayed: say so, and which."""
+    """A Python number that the step changes cannot be replayed."""
     model = nn.Sequential(Counting())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with caplog.at_level(logging.WARNING, logger="rekindle"):

@@ -1,4 +1,4 @@
-"""What fake tensors say of an operator's results is so of real ones: types, strides and bytes."""
+"""Fake results of operators have the dtypes, strides and bytes of real ones."""
 
 from __future__ import annotations
 

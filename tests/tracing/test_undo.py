@@ -102,7 +102,7 @@ def contents(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def patched() -> tuple[Any, ...]:
-    """What a capture replaces in torch for a while."""
+    """Everything that a capture replaces in torch."""
     return (
         torch.autograd.backward,
         torch.get_rng_state,
@@ -179,7 +179,7 @@ def test_a_dict_gets_its_content_and_order_back(change: str, kind: Any) -> None:
 
 
 def test_keys_may_be_tensors() -> None:
-    """As in an optimizer's state: they are told apart by identity."""
+    """As in an optimizer's state, where identity distinguishes them."""
     keys = [torch.ones(2) for _ in range(3)]
     store = dict.fromkeys(keys, 0)
     undo = remember(store)
