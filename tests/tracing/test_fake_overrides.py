@@ -40,7 +40,7 @@ def check(op: Any, args: list[Any]) -> None:
     real = forms(op(*args))
     with FakeTensorMode() as mode:
         given = pytree.tree_map_only(torch.Tensor, mode.from_tensor, args)
-        assert forms(fake_overrides.run(op, tuple(given), {})) == real
+        assert forms(fake_overrides.call(op, tuple(given), {})) == real
 
 
 @pytest.mark.parametrize("kind", ["layer", "group", "batch"])

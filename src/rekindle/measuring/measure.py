@@ -13,7 +13,7 @@ import logging
 import os
 import platform
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -149,22 +149,18 @@ def _save_cached(graph: StepGraph, profile: Profile) -> None:
         log.warning("could not cache the profile: %s", error)
 
 
+@dataclass
 class _Session:
-    def __init__(
-        self,
-        recording: Recording,
-        graph: StepGraph,
-        device: torch.device,
-        runs: int,
-        progress: Progress,
-    ) -> None:
-        self.recording = recording
-        self.device = device
-        self.graph = graph
-        self.meter: Meter = CudaMeter(device) if device.type == "cuda" else CpuMeter()
-        self.runs = runs
-        self.progress = progress
-        self._slot_of = interpreter.slots_of_entries(recording)
+    recording: Recording
+    graph: StepGraph
+    device: torch.device
+    runs: int
+    progress: Progress
+
+    def __post_init__(self) -> None:
+        on_cuda = self.device.type == "cuda"
+        self.meter: Meter = CudaMeter(self.device) if on_cuda else CpuMeter()
+        self._slot_of = interpreter.slots_of_entries(self.recording)
 
     def other_bytes(self, batch: list[torch.Tensor]) -> int:
         """Bytes allocated on the device now for anything but the step's own tensors."""

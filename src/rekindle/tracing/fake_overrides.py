@@ -13,7 +13,7 @@ import torch
 from rekindle.torch_internals import OpOverload
 
 
-def run(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call an operator on fake tensors."""
     override = _OVERRIDES.get(op._schema.name)
     return override(op, *args) if override is not None else op(*args, **kwargs)

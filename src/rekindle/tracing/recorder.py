@@ -166,7 +166,7 @@ class Recorder(TorchDispatchMode):
             if result is not NotImplemented:
                 return result
         before = _layout(args[0]) if operators.is_in_place(func) and args else None
-        result = fake_overrides.run(func, args, kwargs)
+        result = fake_overrides.call(func, args, kwargs)
         if operators.is_same_tensor(func):
             self._hold(self.node_of(args[0]), result)
             if (value := self._constants.get(args[0])) is not None:

@@ -33,11 +33,6 @@ def read(source: torch.Generator | str) -> torch.Tensor:
     return torch.from_numpy(generator_of(source).get_state().numpy().copy())
 
 
-def write(source: torch.Generator | str, state: torch.Tensor) -> None:
-    """Set the state of a generator, or of a device's default one."""
-    generator_of(source).set_state(state)
-
-
 def generator_of(source: torch.Generator | str) -> torch.Generator:
     """The generator itself, or a device's default one."""
     if isinstance(source, torch.Generator):
@@ -57,9 +52,9 @@ def replay(
     **kwargs: Any,
 ) -> Any:
     """Call a function with the generator in an earlier state, then put back its present state."""
-    now = read(source)
-    write(source, state)
+    generator, now = generator_of(source), read(source)
+    generator.set_state(state)
     try:
         return function(*args, **kwargs)
     finally:
-        write(source, now)
+        generator.set_state(now)

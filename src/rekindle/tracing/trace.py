@@ -269,8 +269,9 @@ class _Capture:
                 "loss.backward() before it.",
             )
         self._remove_placeholder_grads()
-        params = [slot for slot, param in self.params.items() if param.grad is not None]
-        grads = [recorder.node_of(_grad(self.params[slot])) for slot in params]
+        grad_of = {slot: param.grad for slot, param in self.params.items()}
+        params = [slot for slot, grad in grad_of.items() if grad is not None]
+        grads = [recorder.node_of(grad) for grad in grad_of.values() if grad is not None]
         node = tape.graph.call_function(run_optimizer, tuple(grads))
         n_calls, is_opaque = len(tape.calls), False
         undo_settings = remember(self.optimizer.param_groups)  # which step() itself may change
@@ -355,11 +356,6 @@ class _Capture:
         if tensor.requires_grad:
             self.outside_leaves.append(tensor)
         return EntryKind.EXTERNAL, str(count)
-
-
-def _grad(param: torch.Tensor) -> torch.Tensor:
-    assert param.grad is not None
-    return param.grad
 
 
 def _operator_name(error: Exception) -> str:

@@ -158,7 +158,7 @@ class Builder:
         kwargs = fx.map_arg(kwargs, self._fakes.__getitem__)
         with self._mode, torch.no_grad():
             if isinstance(target, OpOverload):
-                return fake_overrides.run(target, args, kwargs)
+                return fake_overrides.call(target, args, kwargs)
             return getattr(target, "on_fakes", target)(*args, **kwargs)
 
     def _enter_all(self) -> None:
