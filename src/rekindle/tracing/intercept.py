@@ -47,15 +47,17 @@ def intercepted(
     optimizer before it steps.
     """
     with ExitStack() as stack:
-        stack.enter_context(_module_paths(recorder, modules, on_unknown))
-        stack.enter_context(_schedulers_refused(recorder))
+        _track_modules(stack, recorder, modules, on_unknown)
+        _refuse_schedulers(stack, recorder)
         hook = register_optimizer_step_pre_hook(lambda optimizer, *_: on_optimizer(optimizer))
         stack.callback(hook.remove)
-        stack.enter_context(_random_state_recorded(recorder))
+        _record_random_state(stack, recorder)
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(_MemoryReadsRefused(recorder))
-        stack.enter_context(_quiet(logging.getLogger(FAKE_TENSOR_LOGGER)))
+        logger = logging.getLogger(FAKE_TENSOR_LOGGER)  # logs the user's errors, which are raised
+        stack.callback(logger.setLevel, logger.level)
+        logger.setLevel(logging.CRITICAL)
         stack.enter_context(warnings.catch_warnings())
         # Recurrent layers only compare the addresses of their weights.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
@@ -96,12 +98,13 @@ _MEMORY_READS = {
 }
 
 
-@contextmanager
-def _module_paths(
-    recorder: Recorder, modules: dict[str, nn.Module], on_unknown: Callable[[nn.Module], None]
-) -> Iterator[None]:
+def _track_modules(
+    stack: ExitStack,
+    recorder: Recorder,
+    modules: dict[str, nn.Module],
+    on_unknown: Callable[[nn.Module], None],
+) -> None:
     paths = {id(module): path for path, module in modules.items()}
-    stack = recorder.module_path
     made_here: set[int] = set()  # modules that the step itself creates
     init = nn.Module.__init__
 
@@ -114,43 +117,26 @@ def _module_paths(
             paths[id(module)] = type(module).__name__
             if id(module) not in made_here:
                 on_unknown(module)
-        stack.append(paths[id(module)])
+        recorder.module_path.append(paths[id(module)])
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
-        stack.pop()
+        recorder.module_path.pop()
 
-    with ExitStack() as exits:
-        exits.callback(module_hooks.register_module_forward_pre_hook(enter).remove)
-        after = module_hooks.register_module_forward_hook(leave, always_call=True)
-        exits.callback(after.remove)
-        with replaced(nn.Module, "__init__", note_and_init):
-            yield
+    stack.callback(module_hooks.register_module_forward_pre_hook(enter).remove)
+    stack.callback(module_hooks.register_module_forward_hook(leave, always_call=True).remove)
+    stack.enter_context(replaced(nn.Module, "__init__", note_and_init))
 
 
-@contextmanager
-def _quiet(logger: logging.Logger) -> Iterator[None]:
-    """Silence the logger: torch logs the user's errors, which are raised anyway."""
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-
-
-@contextmanager
-def _schedulers_refused(recorder: Recorder) -> Iterator[None]:
+def _refuse_schedulers(stack: ExitStack, recorder: Recorder) -> None:
     def step(*args: Any, **kwargs: Any) -> None:
         recorder.refuse(
             "steps a learning-rate scheduler inside the training step",
             "Call scheduler.step() after step(batch), outside: the next step uses the new rate.",
         )
 
-    with ExitStack() as stack:
-        for scheduler in (LRScheduler, *_subclasses(LRScheduler)):
-            if "step" in vars(scheduler):
-                stack.enter_context(replaced(scheduler, "step", step))
-        yield
+    for scheduler in (LRScheduler, *_subclasses(LRScheduler)):
+        if "step" in vars(scheduler):
+            stack.enter_context(replaced(scheduler, "step", step))
 
 
 def _subclasses(cls: type) -> Iterator[type]:
@@ -160,13 +146,12 @@ def _subclasses(cls: type) -> Iterator[type]:
         yield from _subclasses(subclass)
 
 
-@contextmanager
-def _random_state_recorded(recorder: Recorder) -> Iterator[None]:
+def _record_random_state(stack: ExitStack, recorder: Recorder) -> None:
     """Record reads and writes of random state, as `torch.utils.checkpoint` makes them."""
 
-    def functions(
-        read_state: Callable[..., torch.Tensor], kind: str
-    ) -> tuple[Callable[..., torch.Tensor], Callable[..., None]]:
+    def patch(module: Any, kind: str) -> None:
+        read_state = module.get_rng_state
+
         def get(device: Any = kind) -> torch.Tensor:
             with disable_current_modes():
                 state = read_state() if kind == "cpu" else read_state(device)
@@ -175,14 +160,11 @@ def _random_state_recorded(recorder: Recorder) -> Iterator[None]:
         def set_(new_state: torch.Tensor, device: Any = kind) -> None:
             recorder.set_random_state(_generator_name(device), new_state)
 
-        return get, set_
+        stack.enter_context(replaced(module, "get_rng_state", get))
+        stack.enter_context(replaced(module, "set_rng_state", set_))
 
-    with ExitStack() as stack:
-        for module, kind in _GENERATOR_MODULES:
-            get, set_ = functions(module.get_rng_state, kind)
-            stack.enter_context(replaced(module, "get_rng_state", get))
-            stack.enter_context(replaced(module, "set_rng_state", set_))
-        yield
+    for module, kind in _GENERATOR_MODULES:
+        patch(module, kind)
 
 
 def _generator_name(device: Any) -> str:
