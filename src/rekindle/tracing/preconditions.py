@@ -43,7 +43,7 @@ class Checks:
             if any(isinstance(p, UninitializedParameter) for p in module._parameters.values()):
                 self._refuse(
                     f"{path or type(module).__name__} has parameters that are not initialised yet",
-                    "Run the model once on a batch before: lazy modules take their shapes from it.",
+                    "Run the model once on a batch first: lazy modules take their shapes from it.",
                 )
             if isinstance(module, nn.RNNBase) and _draws_inside_cudnn(module):
                 self._refuse(
@@ -81,7 +81,7 @@ class Checks:
                 "Call optimizer.step() in the step, on the optimizer that you pass to Rekindle.",
             )
 
-    def gradients_stay_inside(self, outside: Iterable[torch.Tensor]) -> None:
+    def no_outside_gradients(self, outside: Iterable[torch.Tensor]) -> None:
         """Only tensors of the model and the optimizer get a gradient."""
         if any(tensor.grad is not None for tensor in outside):
             self._refuse(
@@ -90,16 +90,16 @@ class Checks:
                 "gradient of the batch, call torch.autograd.grad(...) and return its result.",
             )
 
-    def flags_stay(self, before: Iterable[tuple[Slot, bool]]) -> None:
+    def requires_grad_unchanged(self, before: Iterable[tuple[Slot, bool]]) -> None:
         """The step freezes and unfreezes no parameter."""
         for slot, requires_grad in before:
             if slot.get().requires_grad != requires_grad:
                 self._refuse(
                     f"the step changes requires_grad of {slot.name}",
-                    "Freeze and unfreeze parameters between steps: the next step follows.",
+                    "Freeze and unfreeze parameters between steps, outside the step.",
                 )
 
-    def batch_is_not_shared(
+    def batch_memory_is_distinct(
         self, tensors: list[torch.Tensor], nodes: list[fx.Node], tape: Tape
     ) -> None:
         """The tensors of a batch that the step writes to do not share memory."""
@@ -113,7 +113,7 @@ class Checks:
                 "Write out of place (x = x + 1, not x += 1), or clone the tensors that share it.",
             )
 
-    def settings_stay(self, before: list[dict[str, Any]], after: list[dict[str, Any]]) -> None:
+    def settings_unchanged(self, before: list[dict[str, Any]], after: list[dict[str, Any]]) -> None:
         """The step does not change the optimizer's settings."""
         if before != after:
             self._refuse(
@@ -126,7 +126,7 @@ class Checks:
         if sandbox.seeded_torch():
             self._refuse(
                 "the step seeds a random generator",
-                "Call torch.manual_seed outside the step; each step draws on from there.",
+                "Call torch.manual_seed outside the step; each step continues the random stream.",
             )
         if sandbox.used_python_random():
             self._refuse(
