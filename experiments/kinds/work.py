@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rekindle import models
-from rekindle.measuring.timing import Measurement, measure, tensors_around
+from rekindle.measuring.timing import Measurement, measure, resident_tensors
 
 Parts = tuple[Any, Any, Any, Any]
 _WARM_UP = 2
@@ -43,7 +43,7 @@ def plainly(work: models.Workload, steps: int) -> dict[str, Any]:
         device=torch.device(work.device),
         steps=steps,
         warmup=_WARM_UP,
-        around=lambda: tensors_around(model, optimizer, batch),
+        resident=lambda: resident_tensors(model, optimizer, batch),
     )
     return figures(found)
 

@@ -25,7 +25,8 @@ from rekindle.core.memory.layout import layout as lay_out
 from rekindle.core.memory.layout_check import check_layout
 from rekindle.errors import PlanError, ProfileError
 from rekindle.measuring.bitwise_compare import compare
-from rekindle.pipeline import PlanRequest, measured_profile
+from rekindle.measuring.measure import measured_profile
+from rekindle.pipeline import PlanRequest
 from rekindle.planners.registry import find_planner
 from rekindle.train_step import TrainStep
 from rekindle.units import parse_budget

@@ -17,13 +17,13 @@ from rekindle.engines.engine import EngineInfo
 from rekindle.engines.select_engine import EngineFactory
 from rekindle.errors import RekindleError
 from rekindle.measuring.peak_monitor import PeakMonitor
-from rekindle.measuring.timing import tensors_around
+from rekindle.measuring.timing import resident_tensors
 from rekindle.pipeline import PlannedStep, PlanRequest, Variant, device_of, prepare_step, replan
 from rekindle.rewriting.early_updates import is_one_by_one
 from rekindle.tracing import batch_tree, user_line
 from rekindle.tracing.guard import signature
 from rekindle.tracing.preconditions import Checks
-from rekindle.tracing.recording import Recording
+from rekindle.tracing.tape import Recording
 from rekindle.units import format_bytes
 
 log = logging.getLogger("rekindle")
@@ -125,7 +125,7 @@ class CapturedStep:
 
     def around(self, batch: Any) -> list[Any]:
         """The tensors that are live before a step on this batch."""
-        return tensors_around(self._model, self._optimizer, batch)
+        return resident_tensors(self._model, self._optimizer, batch)
 
     def first_batch(self) -> list[torch.Tensor] | None:
         """The tensors of the first captured batch; None if the user has freed any of them."""
@@ -264,7 +264,7 @@ class CapturedStep:
 
 def _state_of(variant: Variant) -> list[torch.Tensor] | None:
     """The tensors of the model and optimizer; None if they are not as they were captured."""
-    if variant.engine.program.is_early and not is_one_by_one(variant.recording.around.optimizer):
+    if variant.engine.program.is_early and not is_one_by_one(variant.recording.state.optimizer):
         variant.guard.reason = "there are hooks on the optimizer's steps now"
         return None
     return variant.guard.fetch()

@@ -42,7 +42,8 @@ from rekindle.core.graph.schedule import Plan
 from rekindle.core.graph.simulate import ROLES, Trace, simulate
 from rekindle.engines.gc_pause import collected_later
 from rekindle.errors import InfeasibleBudget, PlanError, ProfileError
-from rekindle.pipeline import CapturedCosts, measured_profile, plan_within
+from rekindle.measuring.measure import measured_profile
+from rekindle.pipeline import CapturedCosts, plan_within
 from rekindle.planners.registry import Planner, find_planner
 from rekindle.rewriting.step_forms import improved, with_early_updates
 from rekindle.tracing import batch_tree

@@ -28,8 +28,7 @@ from rekindle.engines.expandable_segments import growing_for
 from rekindle.engines.program import Program
 from rekindle.engines.select_engine import EngineFactory
 from rekindle.errors import InfeasibleBudget, PlanError
-from rekindle.measuring import interpreter, measure, profile_cache
-from rekindle.measuring.meters import clear_workspaces
+from rekindle.measuring.measure import measured_profile
 from rekindle.measuring.peak_monitor import report_peak
 from rekindle.planners.registry import Planner, find_planner
 from rekindle.rewriting.apply_schedule import rewrite
@@ -38,7 +37,7 @@ from rekindle.rewriting.verify import check_rewritten
 from rekindle.tracing import batch_tree
 from rekindle.tracing.guard import Guard
 from rekindle.tracing.lift import lift
-from rekindle.tracing.recording import Recording
+from rekindle.tracing.tape import Recording
 from rekindle.tracing.trace import record
 from rekindle.units import format_bytes, parse_budget
 
@@ -46,7 +45,6 @@ log = logging.getLogger("rekindle")
 
 # Gradients below this share of the peak do not justify further calls of the optimizer.
 GRADIENTS_OF_PEAK_RATIO = 0.02
-_QUICK_US = 5e6
 OPTIMIZER_CALL_US = 50.0  # host time of one call of the optimizer, without its kernels
 # How far allocations may exceed the forecast, as a share of the budget, by allocator: CUDA's may
 # hand out a cached block of up to a mebibyte more than was requested.
@@ -334,41 +332,3 @@ def _optimizer_bytes(form: StepGraph, planned: PlannedStep | None) -> list[int]:
     first = int(np.argmax(trace.ops == updates[0]))
     more = trace.live_bytes[first:].max() - trace.live_bytes[first]
     return [int(more) + int(profile.workspaces_bytes[updates[0]])]
-
-
-def measured_profile(
-    recording: Recording,
-    graph: StepGraph,
-    batch: list[torch.Tensor] | None,
-    device: torch.device,
-    *,
-    cache: bool = True,
-    runs: int = 3,
-    progress: Callable[[str], None] = lambda text: None,
-) -> Profile:
-    """A measured profile, from the cache where it is there.
-
-    What CUDA's libraries allocate is kept with it; what else is there beside the step is counted
-    each time. A CPU's times depend on what else it does: what takes but a moment is measured anew.
-    """
-    name, versions = measure.device_name(device), measure.versions(device)
-    beside = _bytes_beside(recording, batch or [], device)
-    kept = profile_cache.load(graph, name, versions) if cache and runs <= 3 else None
-    if kept is not None and (device.type != "cpu" or kept.step_us > _QUICK_US):
-        return replace(kept, overhead_bytes=kept.overhead_bytes + beside)
-    measured = measure.measure_profile(
-        recording, graph, batch, device, runs=runs, progress=progress
-    )
-    if cache:
-        libraries = max(0, measured.overhead_bytes - beside)
-        profile_cache.save(graph, replace(measured, overhead_bytes=libraries))
-    return measured
-
-
-def _bytes_beside(recording: Recording, batch: list[torch.Tensor], device: torch.device) -> int:
-    """What is allocated beside the step before libraries take their part."""
-    if device.type != "cuda":
-        return 0
-    clear_workspaces()
-    resident = interpreter.resident_bytes(recording, batch, device)
-    return max(0, torch.cuda.memory_allocated(device) - resident)

@@ -117,7 +117,7 @@ class TrainStep:
             device=captured.device,
             steps=steps,
             warmup=2,  # CUDA graphs are captured in the second step
-            around=lambda: captured.around(batch),
+            resident=lambda: captured.around(batch),
         )
         return replace(found, peak_bytes=max(found.peak_bytes, captured.graphs_peak_bytes))
 

@@ -14,7 +14,7 @@ from rekindle import dynamo
 from rekindle.core.graph.graph import Role
 from rekindle.dynamo.budget_shares import Weight, share_of, static_of_model
 from rekindle.errors import InfeasibleBudget, PlanError, UnitError
-from rekindle.measuring.timing import measure, tensors_around
+from rekindle.measuring.timing import measure, resident_tensors
 
 MAKERS = (perceptron, convolutions, attention)
 
@@ -157,8 +157,8 @@ def test_the_forecast_is_what_is_measured(make, share: int) -> None:
         optimizer.zero_grad()
         planned(batch).backward(torch.ones(shape))  # what a loss would hand back
 
-    around = partial(tensors_around, model, optimizer, batch)
-    found = measure(train, device=torch.device("cpu"), steps=1, around=around)
+    around = partial(resident_tensors, model, optimizer, batch)
+    found = measure(train, device=torch.device("cpu"), steps=1, resident=around)
     (only,) = planned.plans
     assert only.plan.recompute_us > 0
     assert found.peak_bytes == pytest.approx(only.plan.peak_bytes, abs=4096)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from rekindle.engines.inductor.attention_strides import ARGUMENTS, before_copy
 from rekindle.engines.inductor.decompose import normalized
 from rekindle.engines.inductor.recording_builder import Builder
-from rekindle.tracing.recording import Recording
+from rekindle.tracing.tape import Recording
 
 aten = torch.ops.aten
 WIDTH, HEADS = 32, 2

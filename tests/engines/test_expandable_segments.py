@@ -14,9 +14,10 @@ from torch import nn
 
 import rekindle
 from rekindle import pipeline
-from rekindle.engines import expandable_segments, select_engine
+from rekindle.engines import select_engine
 from rekindle.engines.cudagraph.graph_engine import CudaGraphEngine
-from rekindle.engines.expandable_segments import Growing, growing_for, tidy
+from rekindle.engines.expandable_segments import Growing, growing_for
+from rekindle.measuring.meters import available_bytes, release_cached_memory
 
 GPU = torch.device("cuda", 0)
 ON, OFF = "expandable_segments:True", "expandable_segments:False"
@@ -74,7 +75,7 @@ def test_segments_grow_where_memory_is_short(
 
 def test_the_cpu_has_no_segments() -> None:
     assert growing_for(1 << 60, torch.device("cpu")) is None
-    tidy(torch.device("cpu"))
+    release_cached_memory(torch.device("cpu"))
 
 
 @pytest.mark.usefixtures("gpu")
@@ -112,7 +113,7 @@ def test_torch_does_as_it_is_told() -> None:
 @pytest.mark.parametrize(("reserved", "emptied"), [(150, 0), (170, 0), (250, 1)])
 def test_a_large_cache_is_given_back(reserved: int, emptied: int, gpu: SimpleNamespace) -> None:
     gpu.reserved = reserved
-    tidy(GPU)
+    release_cached_memory(GPU)
     assert gpu.emptied == emptied
 
 
@@ -179,6 +180,6 @@ def test_graphs_are_captured_where_nothing_grows(
 
 
 def test_the_numbers_stay_within_what_there_is(gpu: SimpleNamespace) -> None:
-    assert expandable_segments.available_bytes(GPU) == 500
+    assert available_bytes(GPU) == 500
     gpu.fraction = 0.3
-    assert expandable_segments.available_bytes(GPU) == 300
+    assert available_bytes(GPU) == 300

@@ -19,8 +19,7 @@ from rekindle.engines.inductor.fusion_groups import fused
 from rekindle.engines.inductor.group_compiler import Fused, Fusing
 from rekindle.measuring.bitwise_compare import differences
 from rekindle.tracing.lift import lift
-from rekindle.tracing.recording import Recording
-from rekindle.tracing.tape import Call
+from rekindle.tracing.tape import Call, Recording
 
 aten = torch.ops.aten
 WIDTH = 16

@@ -31,7 +31,7 @@ from rekindle.core.graph.graph import Phase, StepGraph
 from rekindle.core.graph.schedule import Compute, Plan
 from rekindle.measuring.bitwise_compare import Parts, State, compare, differences, state_of
 from rekindle.measuring.meters import peak_bytes
-from rekindle.measuring.timing import tensors_around
+from rekindle.measuring.timing import resident_tensors
 from rekindle.planners.registry import PLANNERS
 
 CPU = torch.device("cpu")
@@ -101,7 +101,7 @@ def trained(step: Callable[[Any], Any], objects: list[Any]) -> tuple[State, int]
     torch.manual_seed(11)
     for _ in range(STEPS - 1):
         train()
-    peak = peak_bytes(train, CPU, lambda: tensors_around(model, optimizer, batch))
+    peak = peak_bytes(train, CPU, lambda: resident_tensors(model, optimizer, batch))
     return results | state_of(model, optimizer), peak
 
 

@@ -22,10 +22,10 @@ from rekindle.core.memory.allocator_steering import Arena
 from rekindle.engines.cudagraph.arena import CudaPool
 from rekindle.engines.cudagraph.graph_engine import CudaGraphEngine, CudaRecorder
 from rekindle.measuring.bitwise_compare import compare
-from rekindle.measuring.meters import clear_workspaces
 from rekindle.planners.finish import finish
 from rekindle.planners.lowering import choices
 from rekindle.planners.problem import problem_of
+from rekindle.torch_internals import clear_cublas_workspaces
 
 Parts = tuple[Callable[..., Any], nn.Module, torch.optim.Optimizer, Any]
 
@@ -375,5 +375,5 @@ def test_what_the_library_takes_is_taken_at_once() -> None:
         assert pool.counts().large_bytes - before == library_bytes > 0
         torch.mm(a, a)
         assert pool.counts().large_bytes - before == library_bytes
-        clear_workspaces()
+        clear_cublas_workspaces()
         assert pool.counts().large_bytes == before

@@ -46,14 +46,14 @@ def test_a_training_equals_itself_and_leaves_the_generator_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_without_a_budget_there_is_none_to_keep() -> None:
+def test_without_a_budget_there_is_no_plan() -> None:
     found = compare(make, rekindle.optimize, steps=1)
     assert (found.budget_bytes, found.profile, found.plan) == (None, None, None)
     assert found.is_within_budget
     assert min(found.plain_peak_bytes, found.captured_peak_bytes) > 0
 
 
-def test_within_a_budget_peak_profile_and_plan_are_there() -> None:
+def test_with_a_budget_there_are_a_peak_a_profile_and_a_plan() -> None:
     within = partial(rekindle.optimize, budget="100%", planner="none")
     found = compare(make, within, steps=2)
     assert found.equal
@@ -153,7 +153,7 @@ def test_same_means_every_bit(a: Any, b: Any, same: bool) -> None:
 
 
 def test_a_plain_step_that_does_not_fit_is_a_result() -> None:
-    """Where there is a budget; without one it is an error."""
+    """With a budget; without one it is an error."""
     n_made = 0
 
     def make_twice() -> Any:

@@ -1,4 +1,4 @@
-"""Measured profiles on the CPU: true to the allocator, complete, and without a trace."""
+"""Measured profiles on the CPU agree with the allocator, are complete, and change nothing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ZOO: dict[str, dict[str, int]] = {
 
 
 def resident_bytes(work: models.Workload) -> int:
-    """What is there before the step: parameters, buffers, optimizer state and batch."""
+    """Bytes allocated before the step: parameters, buffers, optimizer state and batch."""
     state = [*work.optimizer.state.values()]
     leaves = pytree.tree_leaves([work.batch, state, *work.model.parameters()])
     tensors = [t for t in (*leaves, *work.model.buffers()) if isinstance(t, torch.Tensor)]
@@ -87,8 +87,8 @@ def test_the_zoo(name: str, precision: str) -> None:
 @pytest.mark.parametrize(
     "loss", [F.mse_loss, F.smooth_l1_loss, F.soft_margin_loss, F.binary_cross_entropy, F.l1_loss]
 )
-def test_a_loss_keeps_the_memory_of_what_it_was_taken_over(loss: Any) -> None:
-    """Until the step ends, though it is one number: torch computes some in place."""
+def test_a_reduced_loss_keeps_the_storage_of_the_unreduced_one(loss: Any) -> None:
+    """Until the step ends, though it is a scalar: torch computes some losses in place."""
     model = nn.Sequential(nn.Linear(64, 64), nn.Sigmoid())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batch = (torch.rand(512, 64), torch.rand(512, 64))
@@ -107,9 +107,9 @@ def test_a_loss_keeps_the_memory_of_what_it_was_taken_over(loss: Any) -> None:
 
 @pytest.mark.parametrize("name", ["bert-tiny", "gpt2-tiny"])
 def test_attention_over_a_long_sequence_in_bf16(name: str) -> None:
-    """On the CPU, attention with dropout also makes its scores in bfloat16, and nobody reads them.
+    """On the CPU, attention with dropout also computes scores in bfloat16 that are never read.
 
-    The capture drops that op: its bytes are then neither added nor taken away.
+    The capture drops that op, so that its bytes do not count.
     """
     work = models.build(name, batch=2, sequence=256, precision="bf16")
     step = captured(work)
@@ -126,7 +126,7 @@ def test_the_profile_says_how_it_was_made() -> None:
     assert profile.to_device_us(1) is None
 
 
-def test_progress_is_told() -> None:
+def test_progress_is_reported() -> None:
     told: list[str] = []
     rekindle.profile(
         captured(models.build("mlp", batch=2)), cache=False, runs=2, progress=told.append
@@ -135,7 +135,7 @@ def test_progress_is_told() -> None:
     assert "measuring times, run 2 of 2" in told
 
 
-# No trace
+# No side effects
 
 
 class Net(nn.Module):
@@ -161,7 +161,7 @@ def profiled(
     return found, lambda: rekindle.profile(found, cache=False, runs=1)
 
 
-def test_generators_stay_where_they_are() -> None:
+def test_generators_keep_their_state() -> None:
     model, batch = Net(), torch.randn(8, 6)
     _, measure_it = profiled(model, batch)
     states = (
@@ -175,7 +175,7 @@ def test_generators_stay_where_they_are() -> None:
     assert np.random.get_state()[1].tolist() == states[2]
 
 
-def test_a_generator_of_the_models_own_stays_where_it_is() -> None:
+def test_the_models_own_generator_keeps_its_state() -> None:
     generator = torch.Generator().manual_seed(1)
     _, measure_it = profiled(Net(generator), torch.randn(8, 6))
     state = generator.get_state()
@@ -200,7 +200,7 @@ def test_state_and_old_gradients_stay(n_steps: int) -> None:
 
 
 def test_a_step_that_changes_its_batch() -> None:
-    """Measuring runs the step several times; the batch is the user's and stays as it is."""
+    """Measuring runs the step several times, and leaves the batch unchanged."""
 
     def scaling(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> torch.Tensor:
         batch.mul_(2)
@@ -242,8 +242,8 @@ def test_training_goes_on_as_if_nothing_had_been_measured() -> None:
     assert results[0] == results[1]
 
 
-def test_a_batch_that_is_gone() -> None:
-    """Random numbers stand in for it, and the generators stay where they are."""
+def test_a_deleted_batch() -> None:
+    """Random numbers replace it, and the generators keep their state."""
     model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 2))
     batch = torch.randn(8, 6)
     step, measure_it = profiled(model, batch)
@@ -257,7 +257,7 @@ def test_a_batch_that_is_gone() -> None:
     assert rekindle.simulate(step.graph, profile).peak_bytes == with_batch.peak_bytes
 
 
-def test_a_batch_of_indices_that_is_gone() -> None:
+def test_a_deleted_batch_of_indices() -> None:
     model = nn.Sequential(nn.Embedding(5, 6), nn.Linear(6, 2))
     batch = torch.randint(5, (8, 3))
     step, measure_it = profiled(model, batch)
@@ -268,7 +268,7 @@ def test_a_batch_of_indices_that_is_gone() -> None:
 
 
 class Unruly(torch.optim.Optimizer):
-    """Reads its gradients as numpy arrays, which no capture can follow."""
+    """Reads its gradients as numpy arrays, which cannot be recorded."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
@@ -287,17 +287,17 @@ def test_an_optimizer_that_cannot_be_recorded() -> None:
     assert rekindle.simulate(step.graph, profile).peak_bytes > 0
 
 
-# Where the step does not fit
+# Steps that do not fit
 
 
 @pytest.fixture
 def _no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs of the whole step fail for lack of memory."""
 
-    def in_order(*args: Any) -> None:
+    def step_us(*args: Any) -> None:
         raise torch.OutOfMemoryError("there is no room")
 
-    monkeypatch.setattr(measure._Session, "in_order", in_order)
+    monkeypatch.setattr(measure.CpuMeter, "step_us", step_us)
 
 
 @pytest.mark.usefixtures("_no_room")
@@ -320,19 +320,17 @@ def test_operators_one_by_one(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.usefixtures("_no_room")
-def test_what_is_there_beside_the_step_where_ops_run_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Not what is made up for the first op, and not state that the optimizer has yet to make."""
+def test_the_overhead_where_ops_run_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the first op's synthetic tensors, and without optimizer state yet to be created."""
     work = models.build("mlp", batch=2)
-    there = resident_bytes(work)
-    monkeypatch.setattr(measure.CpuMeter, "allocated_bytes", lambda self: there + 4096)
+    own_bytes = resident_bytes(work)
+    monkeypatch.setattr(measure.CpuMeter, "allocated_bytes", lambda self: own_bytes + 4096)
     assert rekindle.profile(captured(work), cache=False, runs=1).overhead_bytes == 4096
 
 
 @pytest.mark.usefixtures("_no_room")
 def test_distinct_operators_are_measured_once() -> None:
-    """Three layers alike: their products differ in nothing, and get one time."""
+    """Three equal layers: their matmuls have the same signature, and get one time."""
     model = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(3)))
     step, measure_it = profiled(model, torch.randn(8, 6), make=torch.optim.SGD)
     profile = measure_it()
@@ -343,15 +341,11 @@ def test_distinct_operators_are_measured_once() -> None:
     assert n_distinct < len(step.graph.ops)
 
 
-def test_room_that_runs_out_in_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ops of the half-run step have changed the parameters by then: they are put back."""
+@pytest.mark.usefixtures("_no_room")
+def test_parameters_are_restored_where_memory_runs_out() -> None:
+    """Ops of the step have changed them by then."""
     model, batch = Net(), torch.randn(8, 6)
     step, measure_it = profiled(model, batch, make=torch.optim.SGD)
-
-    def no_room(*args: Any) -> None:
-        raise torch.OutOfMemoryError("there is no room")
-
-    monkeypatch.setattr(measure.CpuMeter, "step_us", no_room)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     assert "alone" in measure_it().method
     assert all(same(before[name], value) for name, value in model.state_dict().items())
@@ -359,8 +353,8 @@ def test_room_that_runs_out_in_the_middle(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("name", ["resnet-tiny", "bert-tiny"])
-def test_numbers_stay_numbers_while_measuring(name: str) -> None:
-    """Before the first step there is no optimizer state: what stands for it must be one."""
+def test_measuring_makes_no_nans(name: str) -> None:
+    """Before the first step there is no optimizer state; its replacement must be valid."""
     work = models.build(name, **ZOO[name])
     step = captured(work)
     batch = step.first_batch()

@@ -1,4 +1,4 @@
-"""What the allocator held is counted by address, whatever the process has measured before."""
+"""Bytes of the CPU allocator are counted by address, regardless of earlier measurements."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def _clear_and_take_one(held: list[torch.Tensor]) -> None:
     _take(held, 1)
 
 
-def test_blocks_that_go_do_not_count_for_what_lay_there_before() -> None:
-    """The profiler remembers the sizes of blocks that were given back while it did not watch."""
+def test_freed_blocks_do_not_count_with_the_size_of_an_earlier_block() -> None:
+    """The profiler remembers the sizes of blocks that were freed while it was off."""
     held: list[torch.Tensor] = []
     block = SIZE * torch.float32.itemsize
     assert peak_bytes(partial(_take, held, BLOCKS), ON_CPU, list) == BLOCKS * block
@@ -33,7 +33,7 @@ def test_blocks_that_go_do_not_count_for_what_lay_there_before() -> None:
     assert peak_bytes(partial(_clear_and_take_one, held), ON_CPU, lambda: held) == block
 
 
-def test_what_is_there_before_counts_if_it_stays() -> None:
-    there, held = [torch.empty(SIZE)], []
+def test_resident_tensors_count_if_they_stay() -> None:
+    resident, held = [torch.empty(SIZE)], []
     block = SIZE * torch.float32.itemsize
-    assert peak_bytes(partial(_take, held, 2), ON_CPU, lambda: there) == 3 * block
+    assert peak_bytes(partial(_take, held, 2), ON_CPU, lambda: resident) == 3 * block

@@ -1,4 +1,4 @@
-"""Measured profiles on disk: kept, found again, and never trusted blindly."""
+"""The cache of measured profiles: it is used, and checked before use."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ import torch
 from torch import nn
 
 import rekindle
-from rekindle import pipeline
-from rekindle.core.graph.graph import StepGraph
-from rekindle.measuring import measure, profile_cache
+from rekindle.core.cost.profile import Profile
+from rekindle.measuring import measure
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
@@ -31,99 +30,95 @@ def captured(hidden: int = 6) -> rekindle.CapturedStep:
     return rekindle.capture(train_step, model, optimizer, torch.ones(8, 4))
 
 
+MEASURED: list[str] = []  # an item for each profile that was measured
+
+
+def profile(step: rekindle.CapturedStep, *, cache: bool = True, **options: Any) -> Profile:
+    """The step's profile, which may come from the cache however short the step is."""
+
+    def progress(text: str) -> None:
+        if text == "warming up":
+            MEASURED.append(text)
+
+    return measure.measured_profile(
+        step.recording,
+        step.graph,
+        step.first_batch(),
+        step.device,
+        cache=cache,
+        runs=1,
+        progress=progress,
+        **{"min_cached_cpu_us": 0.0, **options},
+    )
+
+
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(pipeline, "_QUICK_US", 0.0)  # these steps take but a moment
+    MEASURED.clear()
     return tmp_path
-
-
-@pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> list[StepGraph]:
-    """The graphs that have been measured."""
-    graphs: list[StepGraph] = []
-    plain = measure.measure_profile
-
-    def counting(recording: Any, graph: StepGraph, *args: Any, **kwargs: Any) -> Any:
-        graphs.append(graph)
-        return plain(recording, graph, *args, **kwargs)
-
-    monkeypatch.setattr(measure, "measure_profile", counting)
-    return graphs
 
 
 def kept(home: Path) -> list[Path]:
     return sorted(path for path in home.rglob("*") if path.is_file())
 
 
-def test_the_second_time_nothing_is_measured(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
-    first = rekindle.profile(captured(), runs=1)
+def test_the_second_time_nothing_is_measured(home: Path) -> None:
+    first = profile(captured())
     [path] = kept(home)
     assert path.parent == home / "rekindle" / "profiles"
-
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("measured again")
-
-    monkeypatch.setattr(measure, "measure_profile", refuse)
-    second = rekindle.profile(captured(), runs=1)
-    assert second == first
-    with pytest.raises(AssertionError, match="measured again"):
-        rekindle.profile(captured(), cache=False)
+    assert profile(captured()) == first
+    assert len(MEASURED) == 1
+    profile(captured(), cache=False)
+    assert len(MEASURED) == 2
 
 
-def test_what_takes_but_a_moment_on_the_cpu_is_measured_anew(
-    monkeypatch: pytest.MonkeyPatch, counted: list[StepGraph], home: Path
-) -> None:
+def test_a_short_step_on_the_cpu_is_always_measured(home: Path) -> None:
     """Times from when the machine was busy would be far off."""
-    monkeypatch.setattr(pipeline, "_QUICK_US", 1e9)
-    rekindle.profile(captured(), runs=1)
+    profile(captured(), min_cached_cpu_us=1e9)
     (path,) = kept(home)
     written = path.stat().st_mtime_ns
-    rekindle.profile(captured(), runs=1)
-    assert len(counted) == 2
+    profile(captured(), min_cached_cpu_us=1e9)
+    assert len(MEASURED) == 2
     assert kept(home)[0].stat().st_mtime_ns > written
 
 
-def test_without_the_cache_nothing_is_read_or_written(counted: list[StepGraph], home: Path) -> None:
-    rekindle.profile(captured(), runs=1, cache=False)
+def test_without_the_cache_nothing_is_read_or_written(home: Path) -> None:
+    profile(captured(), cache=False)
     assert not kept(home)
-    rekindle.profile(captured(), runs=1)
+    profile(captured())
     [path] = kept(home)
     written = path.read_bytes()
-    rekindle.profile(captured(), runs=1, cache=False)
-    assert len(counted) == 3
+    profile(captured(), cache=False)
+    assert len(MEASURED) == 3
     assert path.read_bytes() == written
 
 
-def test_an_analytic_profile_is_not_kept(home: Path) -> None:
+def test_an_analytic_profile_is_not_cached(home: Path) -> None:
     rekindle.profile(captured(), device="H200")
     assert not kept(home)
 
 
-def test_each_graph_has_its_own(counted: list[StepGraph], home: Path) -> None:
+def test_each_graph_has_its_own(home: Path) -> None:
     for hidden in (6, 7, 6, 7):
-        rekindle.profile(captured(hidden), runs=1)
-    assert len(counted) == len(kept(home)) == 2
+        profile(captured(hidden))
+    assert len(MEASURED) == len(kept(home)) == 2
 
 
-def test_each_version_has_its_own(
-    counted: list[StepGraph], home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rekindle.profile(captured(), runs=1)
+def test_each_version_has_its_own(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    profile(captured())
     monkeypatch.setattr(measure, "versions", lambda device: {"python": "3", "torch": "99.9"})
-    rekindle.profile(captured(), runs=1)
-    rekindle.profile(captured(), runs=1)
-    assert len(counted) == len(kept(home)) == 2
+    profile(captured())
+    profile(captured())
+    assert len(MEASURED) == len(kept(home)) == 2
 
 
-def test_each_device_has_its_own(
-    counted: list[StepGraph], home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rekindle.profile(captured(), runs=1)
+def test_each_device_has_its_own(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    profile(captured())
     monkeypatch.setattr(measure, "device_name", lambda device: "abacus")
-    assert rekindle.profile(captured(), runs=1).device == "abacus"
-    assert rekindle.profile(captured(), runs=1).device == "abacus"
-    assert len(counted) == len(kept(home)) == 2
+    assert profile(captured()).device == "abacus"
+    assert profile(captured()).device == "abacus"
+    assert len(MEASURED) == len(kept(home)) == 2
 
 
 def changed(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -133,7 +128,7 @@ def changed(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 def overwritten(path: Path) -> None:
-    """A few bytes in the middle are others."""
+    """Overwrite a few bytes in the middle."""
     whole = bytearray(path.read_bytes())
     middle = len(whole) // 2
     whole[middle : middle + 8] = b"\xff" * 8
@@ -159,54 +154,50 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_file_that_does_not_fit_is_ignored_and_written_anew(
-    damage: str, counted: list[StepGraph], home: Path, caplog: pytest.LogCaptureFixture
+def test_an_invalid_file_is_ignored_and_overwritten(
+    damage: str, home: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rekindle.profile(captured(), runs=1)
+    profile(captured())
     [path] = kept(home)
     DAMAGE[damage](path)
     with caplog.at_level(logging.WARNING, logger="rekindle"):
-        again = rekindle.profile(captured(), runs=1)
+        again = profile(captured())
     [record] = caplog.records
     assert "ignoring" in record.getMessage()
     assert str(path) in record.getMessage()
-    assert len(counted) == 2
+    assert len(MEASURED) == 2
     caplog.clear()
-    assert rekindle.profile(captured(), runs=1) == again
-    assert (len(counted), len(caplog.records)) == (2, 0)
+    assert profile(captured()) == again
+    assert (len(MEASURED), len(caplog.records)) == (2, 0)
 
 
 def test_a_folder_that_cannot_be_written_to(
-    counted: list[StepGraph],
     home: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A file is where the folder should be: no permission bit stops whoever runs the tests."""
+    """A file in place of the folder: permissions would not stop tests that run as root."""
     (home / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(home / "file"))
     with caplog.at_level(logging.WARNING, logger="rekindle"):
-        profile = rekindle.profile(captured(), runs=1)
-    assert profile.step_us > 0
-    assert "could not keep the profile" in caplog.text
-    assert len(counted) == 1
+        assert profile(captured()).step_us > 0
+    assert "could not cache the profile" in caplog.text
+    assert len(MEASURED) == 1
 
 
-def test_a_folder_that_may_not_be_looked_into(
-    counted: list[StepGraph], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another user's folder: asking whether a file is there is refused already."""
+def test_a_folder_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As another user's folder: even `exists` is refused."""
 
     def refuse(self: Path, *args: Any, **kwargs: Any) -> Any:
         raise PermissionError(13, "Permission denied", str(self))
 
     for name in ("stat", "mkdir", "open"):
-        monkeypatch.setattr(profile_cache.Path, name, refuse)
-    assert rekindle.profile(captured(), runs=1).step_us > 0
-    assert len(counted) == 1
+        monkeypatch.setattr(measure.Path, name, refuse)
+    assert profile(captured()).step_us > 0
+    assert len(MEASURED) == 1
 
 
-def test_the_folder_without_a_setting(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
+def test_the_default_folder(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(home / "me"))
-    assert profile_cache.folder() == home / "me" / ".cache" / "rekindle" / "profiles"
+    assert measure.cache_folder() == home / "me" / ".cache" / "rekindle" / "profiles"

@@ -28,7 +28,7 @@ from rekindle.planners.problem import Problem, problem_of
 from rekindle.rewriting.apply_schedule import RewrittenStep, rewrite
 from rekindle.rewriting.verify import check_rewritten
 from rekindle.tracing import rng
-from rekindle.tracing.recording import Recording
+from rekindle.tracing.tape import Recording
 
 Parts = tuple[Callable[..., Any], nn.Module, torch.optim.Optimizer, Any]
 

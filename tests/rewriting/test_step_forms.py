@@ -56,7 +56,7 @@ from rekindle.measuring.bitwise_compare import Parts, compare, differences, stat
 from rekindle.rewriting.apply_schedule import RewrittenStep, rewrite
 from rekindle.rewriting.step_forms import improved, with_early_updates
 from rekindle.rewriting.verify import check_rewritten
-from rekindle.tracing.recording import Recording
+from rekindle.tracing.tape import Recording
 
 WIDTH = 32
 Optimizer = torch.optim.Optimizer
@@ -893,7 +893,7 @@ def test_the_check_sees_an_update_before_the_last_read(monkeypatch: pytest.Monke
     assert forms.early is not None
     found = rewritten(forms.recording, forms.early)
     is_right(*found)
-    listing, slots = found[2], forms.recording.around.slots
+    listing, slots = found[2], forms.recording.state.slots
     (update,) = (
         node
         for node, call in listing.optimizer_calls.items()

@@ -1,4 +1,4 @@
-"""Trains twice from the same state, plainly and with Rekindle, and compares every bit."""
+"""Trains with and without Rekindle from the same state, and compares every bit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, An
 
 
 def clone_result(result: Any) -> Any:
-    """A result that later steps cannot change."""
+    """A copy of a result, which later steps do not change."""
     return pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), result)
 
 
@@ -50,7 +50,7 @@ def assert_trains_the_same(
     *,
     after: Callable[[nn.Module, torch.optim.Optimizer, int], None] | None = None,
 ) -> rekindle.TrainStep:
-    """Train plainly and with Rekindle on the same batches; every bit must agree, results too."""
+    """Train with and without Rekindle on the same batches; state and results must be bit-equal."""
     outcomes = []
     for use_rekindle in (False, True):
         torch.manual_seed(7)

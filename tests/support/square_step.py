@@ -1,4 +1,4 @@
-"""The plainest training step: the mean square of what the model says."""
+"""The simplest training step: the loss is the mean square of the model's output."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 def square_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> torch.Tensor:
-    """Forward, loss, backward, update, and no gradients left."""
+    """Forward, loss, backward, update; gradients are cleared."""
     loss: torch.Tensor = model(batch).square().mean()
     loss.backward()
     optimizer.step()

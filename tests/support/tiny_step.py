@@ -1,7 +1,7 @@
-"""A training step of seven ops, made by hand: its numbers can be followed on paper.
+"""A hand-made training step of seven ops, whose numbers can be checked by hand.
 
 At op 4, the peak: input 1 MiB, weight 1 MiB, the activation 4 MiB, its gradient 1 MiB, the loss 4 B
-and 100 KiB that libraries hold. The activation lies idle while op 3 runs, for 40 µs.
+and 100 KiB of library overhead. The activation is idle while op 3 runs, for 40 µs.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def nasty_graph() -> StepGraph:
 
 
 def tiny_profile(graph: StepGraph) -> Profile:
-    """Costs that add up to 500 µs; the first op needs 512 KiB beside its tensors."""
+    """Costs of 500 µs in all; the first op has a workspace of 512 KiB."""
     times_us = (100.0, 20.0, 10.0, 40.0, 30.0, 200.0, 100.0)
     return Profile(
         device="Toy GPU",
@@ -107,7 +107,7 @@ def tiny_step(graph: StepGraph | None = None) -> tuple[StepGraph, Profile, Trace
 
 
 def tiny_plan(graph: StepGraph | None = None) -> Plan:
-    """The tiny step with its one activation dropped: mm and relu run again before op 4."""
+    """The tiny step with its one activation dropped: mm and relu are recomputed before op 4."""
     graph = graph or tiny_graph()
     schedule = (
         *(Compute(0), Compute(1), Free(2), Compute(2), Free(3), Compute(3), Free(4)),

@@ -25,7 +25,7 @@ from rekindle.engines.inductor.fusion_groups import fused
 from rekindle.engines.inductor.group_compiler import Fused, Fusing
 from rekindle.engines.select_engine import EngineFactory
 from rekindle.measuring.bitwise_compare import State, state_of
-from rekindle.tracing.recording import Recording
+from rekindle.tracing.tape import Recording
 from rekindle.tracing.trace import record
 
 Parts = tuple[Callable[..., Any], nn.Module, torch.optim.Optimizer, Sequence[Any]]

@@ -1,4 +1,4 @@
-"""What lies around the model: modules reached in any way, states in containers, settings."""
+"""Modules outside the model, states in containers, and settings that change between steps."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def steps_another(model: nn.Module, optimizer: Any, batch: Any) -> torch.Tensor:
         (steps_another, "steps a second optimizer", "in several groups"),
     ],
 )
-def test_what_would_be_lost_is_refused(
+def test_unsupported_changes_are_refused(
     train_step: Callable[..., Any], problem: str, advice: str
 ) -> None:
     model, optimizer = made()
@@ -209,7 +209,7 @@ def test_a_tensor_kept_from_an_earlier_capture_is_refused() -> None:
 
     model, optimizer = made()
     step = rekindle.optimize(Keeps(), model, optimizer, batches()[0])
-    with pytest.raises(rekindle.CaptureError, match="an earlier capture made"):
+    with pytest.raises(rekindle.CaptureError, match="kept from an earlier capture"):
         step(batches()[0][:3])
 
 
@@ -221,7 +221,7 @@ def test_arguments_in_the_wrong_order(wrong: str) -> None:
         rekindle.optimize(plain_step, *arguments, batches()[0])  # type: ignore[arg-type]
 
 
-def test_a_batch_that_is_new_every_time_is_warned_about(
+def test_a_new_batch_shape_every_time_is_warned_about(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(rekindle.CapturedStep, "max_captures", 3)

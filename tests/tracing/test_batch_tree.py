@@ -1,4 +1,4 @@
-"""Batches and results come apart and together again as they were, and keys tell them apart."""
+"""Batches and results survive a round trip, and keys distinguish them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_rebuild_puts_new_tensors_in_order() -> None:
     ],
 )
 def test_round_trip(make: Any) -> None:
-    """Types, order and constants survive; tensors are the very same objects."""
+    """Types, order and constants survive; tensors are the same objects."""
     x = torch.ones(2)
     flat = batch_tree.flatten(make(x))
     rebuilt = flat.structure.rebuild(flat.tensors)
@@ -96,13 +96,13 @@ def test_keys_do_not_depend_on_tensors() -> None:
         (0.0, -0.0),
     ],
 )
-def test_keys_tell_apart(one: Any, other: Any) -> None:
+def test_keys_differ(one: Any, other: Any) -> None:
     """Two batches that the step might treat differently must not share a capture."""
     assert key([one]) != key([other])
 
 
 def test_a_nan_in_the_batch_has_one_key() -> None:
-    """Else every step with a NaN constant would be captured anew."""
+    """Otherwise every step with a NaN constant would be captured again."""
     assert key([float("nan")]) == key([float("nan")])
 
 

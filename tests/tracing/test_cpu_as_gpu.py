@@ -1,4 +1,4 @@
-"""A step on the CPU captured as a GPU would run it: for forecasts, and for nothing else."""
+"""A step on the CPU captured with the operators of a GPU, for forecasts only."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Attention(nn.Module):
 @pytest.mark.parametrize("mask", ["none", "causal", "bool", "float"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_attention_is_one_operator(mask: str, dropout: float, bf16: bool) -> None:
-    """Flash in half precision without a mask, memory-efficient otherwise; one forward, one back."""
+    """Flash in half precision without a mask, else memory-efficient; one forward, one backward."""
     graph = captured(Attention(mask, dropout), 3, 5, 16, bf16=bf16).graph
     fused = [name for name in names(graph) if "attention" in name]
     kind = "flash" if bf16 and mask in ("none", "causal") else "efficient"
@@ -105,8 +105,8 @@ def test_torchs_own_attention_module(dropout: float) -> None:
     ]
 
 
-def test_dropout_keeps_one_byte_an_element() -> None:
-    """On the CPU, the mask has the type of the input."""
+def test_dropout_keeps_one_byte_per_element() -> None:
+    """On the CPU, the mask has the dtype of the input."""
     model = nn.Sequential(nn.Linear(16, 24), nn.Dropout(0.3), nn.Linear(24, 2))
     graph = captured(model, 10, 16).graph
     [drop] = [op for op in graph.ops if op.target.startswith("aten.native_dropout.")]
@@ -130,13 +130,13 @@ def test_dropout_that_does_nothing(p: float) -> None:
 
 
 def types_of(graph: StepGraph, name: str) -> tuple[str, str]:
-    """The data types that an operator reads and makes first."""
+    """The dtypes of an operator's first input and first output."""
     op = next(op for op in graph.ops if op.target.startswith(f"aten.{name}."))
     return graph.values[op.inputs[0]].dtype, graph.values[op.outputs[0]].dtype
 
 
 def test_layer_norm_runs_in_float32_under_autocast() -> None:
-    """As CUDA's autocast has it; the CPU's leaves it in bfloat16."""
+    """As in CUDA's autocast; the CPU's runs it in bfloat16."""
     model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 4))
     gpu = captured(model, 10, 16, bf16=True).graph
     cpu = captured(model, 10, 16, bf16=True, as_on_gpu=False).graph
@@ -159,7 +159,7 @@ def test_without_autocast_nothing_is_converted() -> None:
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD])
-def test_optimizers_take_their_multi_tensor_form(make: Any) -> None:
+def test_optimizers_use_foreach(make: Any) -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4))
     as_gpu = names(captured(model, 10, 16, make=make).graph)
     plain = names(captured(model, 10, 16, make=make, as_on_gpu=False).graph)
@@ -167,7 +167,7 @@ def test_optimizers_take_their_multi_tensor_form(make: Any) -> None:
     assert not any(name.startswith("_foreach") for name in plain)
 
 
-def test_the_users_own_choice_of_optimizer_form_stays() -> None:
+def test_the_users_choice_of_foreach_is_kept() -> None:
     model = nn.Linear(16, 4)
 
     def fused(params: Any, lr: float) -> torch.optim.Optimizer:
@@ -178,22 +178,22 @@ def test_the_users_own_choice_of_optimizer_form_stays() -> None:
     assert found == names(captured(model, 10, 16, make=fused, as_on_gpu=False).graph)
 
 
-def test_everything_is_as_before_afterwards() -> None:
-    """The next capture without `as_on_gpu`, and the plain step, take the CPU's operators again."""
+def test_nothing_stays_patched() -> None:
+    """The next capture without `as_on_gpu`, and the plain step, use the CPU's operators."""
     model = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.3))
     before = captured(model, 10, 16, as_on_gpu=False).graph.fingerprint
     captured(model, 10, 16)
     assert captured(model, 10, 16, as_on_gpu=False).graph.fingerprint == before
 
 
-def test_it_does_not_run() -> None:
+def test_a_forecast_cannot_run() -> None:
     step = captured(nn.Linear(16, 4), 10, 16)
     assert step.is_forecast
     with pytest.raises(RekindleError, match="without as_on_gpu=True"):
         step(torch.randn(10, 16))
 
 
-def test_it_is_not_measured() -> None:
+def test_a_forecast_cannot_be_measured() -> None:
     step = captured(nn.Linear(16, 4), 10, 16)
     with pytest.raises(ProfileError, match='name a GPU, as in device="H200"'):
         rekindle.profile(step)

@@ -1,4 +1,4 @@
-"""What cannot be captured is refused at the user's own line, with advice; nothing is changed."""
+"""Errors name the user's own line and say what to write instead; nothing is changed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 import rekindle
-from rekindle.tracing import user_line
 
 MARK = "# " + "here"
 
@@ -191,7 +190,7 @@ def parameter_array(model: nn.Module, optimizer: torch.optim.Optimizer, batch: A
 
 @pytest.mark.parametrize("train_step", [parameter_list, parameter_array], ids=lambda f: f.__name__)
 def test_reading_a_parameters_memory(train_step: Callable[..., Any]) -> None:
-    """A parameter is a real tensor even while capturing, and its values will be others."""
+    """A parameter is a real tensor even in a capture, and its values will change."""
     error = refusal(train_step)
     assert (error.filename, error.lineno) == (__file__, marked_line(train_step))
 
@@ -239,7 +238,7 @@ def test_shapes_that_depend_on_data(train_step: Callable[..., Any], operator: st
     assert error.__cause__ is not None
 
 
-# What a step must and must not do
+# Rules for a step
 
 
 def no_backward(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> Any:
@@ -302,7 +301,10 @@ def opaque_result(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any
 
 RULES: dict[Callable[..., Any], tuple[str, str]] = {
     no_backward: ("the step never calls backward()", "calls loss.backward() and optimizer.step()"),
-    no_optimizer_step: ("the step never calls optimizer.step()", "Call optimizer.step() of the"),
+    no_optimizer_step: (
+        "the step never calls optimizer.step()",
+        "on the optimizer that you pass to",
+    ),
     closure: ("calls optimizer.step with an argument", "without a closure: compute the loss and"),
     closure_by_name: ("calls optimizer.step with an argument", "loss.backward() before it"),
     changes_rate: ("the step changes the optimizer's settings", "between steps, outside"),
@@ -352,7 +354,7 @@ def test_two_devices() -> None:
         rekindle.capture(plain_step, model, torch.optim.SGD(model.parameters(), lr=0.1), BATCH)
     error = info.value
     assert (error.filename, error.lineno) == (__file__, marked_line(plain_step))
-    assert error.problem == "the model lies on 2 devices: cpu, meta"
+    assert error.problem == "the model is on 2 devices: cpu, meta"
     assert "move the model with model.to(" in error.advice
     assert torch.equal(model[0].weight, before)
 
@@ -375,14 +377,14 @@ def test_sparse_gradients() -> None:
 def test_opaque_batch() -> None:
     error = refusal(plain_step, batch=(*BATCH, {"meta": [Path("image.png")]}))
     assert (error.filename, error.lineno) == (__file__, marked_line(plain_step))
-    assert error.problem.startswith("the batch holds a ")
+    assert error.problem.startswith("the batch contains a ")
     assert "Path, which Rekindle cannot look into" in error.problem
     assert error.advice == "Pass tensors and plain numbers, in tuples, lists, dicts or dataclasses."
 
 
 @pytest.mark.parametrize("form", ["method", "callable", "lambda"])
 def test_every_form_of_a_step_has_a_line(form: str) -> None:
-    """Errors about the step as a whole name the line where it is defined."""
+    """Errors about the whole step name the line where it is defined."""
 
     class Trainer:
         def step(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> Any:
@@ -402,7 +404,7 @@ def test_every_form_of_a_step_has_a_line(form: str) -> None:
     assert (error.filename, error.lineno) == (__file__, function.__code__.co_firstlineno)
 
 
-# Whose line it is
+# Lines in models and libraries
 
 
 def test_value_read_in_the_model(tmp_path: Path) -> None:
@@ -423,12 +425,18 @@ def test_value_read_in_the_model(tmp_path: Path) -> None:
     assert (error.filename, error.lineno) == (__file__, marked_line(Adaptive.forward))
 
 
+def install(name: str, source: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a library importable, in a folder where pip would put it."""
+    libraries = folder / "site-packages"
+    libraries.mkdir()
+    (libraries / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(libraries)
+
+
 def test_value_read_in_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An installed library's line helps nobody: the user's call into it is named."""
-    file = tmp_path / "metrics.py"
-    file.write_text("def accuracy(a, b):\n    return (a.argmax(1) == b).float().mean().item()\n")
-    monkeypatch.setattr(user_line, "_LIBRARIES", (str(tmp_path),))
-    monkeypatch.syspath_prepend(tmp_path)
+    """The user's call into an installed library is named, not the library's line."""
+    source = "def accuracy(a, b):\n    return (a.argmax(1) == b).float().mean().item()\n"
+    install("metrics", source, tmp_path, monkeypatch)
     import metrics  # type: ignore[import-not-found]
 
     def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> Any:
@@ -445,11 +453,8 @@ def test_value_read_in_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_dynamic_shape_in_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same when the error comes with a traceback instead of a stack."""
-    file = tmp_path / "picking.py"
-    file.write_text("def pick(a, b):\n    return a[b > 0]\n")
-    monkeypatch.setattr(user_line, "_LIBRARIES", (str(tmp_path),))
-    monkeypatch.syspath_prepend(tmp_path)
+    """The same for an error of torch, whose traceback is searched."""
+    install("picking", "def pick(a, b):\n    return a[b > 0]\n", tmp_path, monkeypatch)
     import picking  # type: ignore[import-not-found]
 
     def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> Any:
@@ -464,7 +469,7 @@ def test_a_dynamic_shape_in_a_library(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_the_users_own_exception() -> None:
-    """An error of the model's own is not Rekindle's business, during capture or later."""
+    """An error that the model raises reaches the user unchanged, in the capture and later."""
 
     class Picky(nn.Module):
         def __init__(self) -> None:
@@ -518,7 +523,7 @@ class Counting(nn.Module):
 
 
 def test_a_counter_is_named_in_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    """A Python number that the step changes cannot be replayed: say so, and which."""
+    """A Python number that the step changes cannot be replayed."""
     model = nn.Sequential(Counting())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with caplog.at_level(logging.WARNING, logger="rekindle"):

@@ -1,4 +1,4 @@
-"""What fake tensors say of an operator's results is so of real ones: types, strides and bytes."""
+"""Fake results of operators have the dtypes, strides and bytes of real ones."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def check(op: Any, args: list[Any]) -> None:
     real = forms(op(*args))
     with FakeTensorMode() as mode:
         given = pytree.tree_map_only(torch.Tensor, mode.from_tensor, args)
-        assert forms(fake_overrides.run(op, tuple(given), {})) == real
+        assert forms(fake_overrides.call(op, tuple(given), {})) == real
 
 
 @pytest.mark.parametrize("kind", ["layer", "group", "batch"])

@@ -1,4 +1,4 @@
-"""The captured graph says what the step does: checked by hand, field by field."""
+"""The captured graph of small steps, field by field, against values derived by hand."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def test_gradients_that_stay_are_outputs() -> None:
 
 
 def phases(graph: StepGraph) -> list[str]:
-    """The phases in order, each run of equal ones once."""
+    """The phases in order, without repetitions."""
     return [phase.name for phase, _ in itertools.groupby(op.phase for op in graph.ops)]
 
 
@@ -441,7 +441,7 @@ def test_source_of_a_backward_op_is_the_forward_line() -> None:
 
 
 def test_source_of_a_backward_op_when_other_ops_come_between() -> None:
-    """An operator without a gradient must not pass for the one whose backward runs."""
+    """An operator without a gradient must not be taken for the one whose backward runs."""
 
     def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> Any:
         out = model(batch[0]).sigmoid()

@@ -1,4 +1,4 @@
-"""Models of every kind the issue tracker has seen train as they do without Rekindle."""
+"""Models of many kinds train to the same bits as without Rekindle."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class RunningAverage(nn.Module):
 
 
 class ReshapesInPlace(nn.Module):
-    """Changes shapes in place, also of a tensor that is another one, detached."""
+    """Changes shapes in place, also that of a detached tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -398,7 +398,7 @@ def test_gradient_clipping(kind: str, foreach: bool | None) -> None:
 
 
 def test_clipping_of_a_parameter_list_kept_outside() -> None:
-    """The step may refer to parameters by any way it likes, not only through the model."""
+    """The step may refer to parameters in other ways than through the model."""
     kept: dict[int, list[nn.Parameter]] = {}
 
     def make() -> Made:

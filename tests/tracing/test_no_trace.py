@@ -1,4 +1,4 @@
-"""Capturing a step changes nothing, and between steps model and optimizer are the live objects."""
+"""A capture changes nothing, and between steps model and optimizer can be used as usual."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def labelled(n: int = 3, rows: int = 5) -> list[tuple[torch.Tensor, torch.Tensor
 
 
 def identities(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Which objects are where, and how often tensors were written to."""
+    """The identities of all objects, and the version counters of tensors."""
     found: dict[str, Any] = {}
     for path, module in model.named_modules():
         found[f"attributes {path}"] = {key: id(value) for key, value in vars(module).items()}
@@ -116,7 +116,7 @@ def identities(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 
 def world() -> dict[str, Any]:
-    """What a capture replaces for a while, and the generators it must not move."""
+    """Everything global that a capture replaces, and the generators that it must not advance."""
     return {
         "backward": torch.autograd.backward,
         "get_rng_state": (torch.get_rng_state, torch.random.get_rng_state),
@@ -144,7 +144,7 @@ STEPS: dict[str, tuple[Callable[..., Any], type[Exception] | None]] = {
 @pytest.mark.parametrize("outcome", STEPS)
 @pytest.mark.parametrize("history", ["fresh", "trained", "grads-left", "scheduler"])
 def test_capture_leaves_no_trace(history: str, outcome: str) -> None:
-    """Whatever the objects went through before, and whichever way the capture ends."""
+    """With any history of the objects, and any end of the capture."""
     train_step, error = STEPS[outcome]
     model, optimizer = made(Remembers)
     batch = labelled()[0]
@@ -201,7 +201,7 @@ def reconstruct(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) 
 
 
 def test_capture_allocates_no_activations() -> None:
-    """A batch of 16 GiB on the meta device stands for one on the model's device."""
+    """A batch of 16 GiB on the meta device is captured as one on the model's device."""
     rows, width = 1 << 22, 1024
     model = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -215,7 +215,7 @@ def test_capture_allocates_no_activations() -> None:
 
 
 def test_capture_reads_no_batch() -> None:
-    """An expanded tensor of 32 TiB has 32 bytes; only its shape is looked at."""
+    """An expanded tensor of 32 TiB has 32 bytes; only its shape is read."""
     model = nn.Linear(8, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batch = torch.zeros(1, 8).expand(1 << 40, 8)
@@ -230,7 +230,7 @@ def test_capture_reads_no_batch() -> None:
 
 
 class Trainings:
-    """The same training twice, plainly and with Rekindle, from the same state."""
+    """The same training with and without Rekindle, from the same state."""
 
     def __init__(self, make: Callable[[], Made] = made) -> None:
         self.plain, self.ours = make(), make()

@@ -58,7 +58,7 @@ class Lion(torch.optim.Optimizer):
 
 
 class Halving(torch.optim.Adam):
-    """Builds on a class of torch's, and calls its step."""
+    """Subclasses an optimizer of torch, and calls its step."""
 
     def step(self, closure: Any = None) -> None:
         super().step()
@@ -83,7 +83,7 @@ class Lookahead(torch.optim.Optimizer):
 
 
 class Unruly(torch.optim.Optimizer):
-    """Reads its gradients as numpy arrays, which no capture can follow."""
+    """Reads its gradients as numpy arrays, which cannot be recorded."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})
@@ -144,7 +144,7 @@ def test_optimizer(setting: str) -> None:
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_capture_in_the_middle_of_training(setting: str) -> None:
-    """With the optimizer's state there, as after a resume, the graph is the same as without."""
+    """If optimizer state exists, as after a resume, the graph is the same as without."""
     cls, kwargs = SETTINGS[setting]
     model = small_model()
     optimizer = cls(model.parameters(), **kwargs)  # type: ignore[call-arg]

@@ -1,4 +1,4 @@
-"""Modules that nobody thought of: random layers, wired at random, train as they do plainly."""
+"""Random layers, wired at random, train to the same bits as without Rekindle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What belongs to a planned training can be copied, saved and taken up again: bit for bit."""
+"""A planned training can be copied, saved and resumed, bit for bit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Net(nn.Module):
-    """Weights, statistics and dropout: all that a training has to remember."""
+    """Weights, running statistics and dropout: all the state that training has."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def made(width: int = 16) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def plainly(n_steps: int) -> dict[str, Any]:
-    """All that so many plain steps leave."""
+    """The state after some plain steps."""
     with torch.random.fork_rng(devices=[]):
         model, optimizer = made()
         batch = make_batch()
@@ -152,7 +152,7 @@ def test_model_and_optimizer_copied_together() -> None:
 
 
 def test_state_dicts_loaded_back_take_a_step_back() -> None:
-    """The live objects are the step's own: it trains on from whatever they hold."""
+    """The step works on the user's objects: it continues from their present values."""
     model, optimizer = made()
     batch = make_batch()
     step = planned(model, optimizer, batch)
@@ -178,7 +178,7 @@ def test_a_step_itself_is_not_copied_and_says_what_to_do(how: Any) -> None:
 
 
 def test_a_model_that_holds_its_step_says_so_too() -> None:
-    """A step in a module's attribute makes the module one that cannot be copied."""
+    """A module with a step as an attribute cannot be copied."""
     model, optimizer = made()
     vars(model)["trainer"] = planned(model, optimizer, make_batch())
     with pytest.raises(TypeError, match="cannot be pickled or copied"):
@@ -210,7 +210,7 @@ torch.save({"state": state_of(model, optimizer), "losses": losses}, f"{folder}/e
 """
 
 
-def test_a_training_is_taken_up_in_a_new_process(tmp_path: Path) -> None:
+def test_a_training_is_resumed_in_a_new_process(tmp_path: Path) -> None:
     model, optimizer = made()
     batch = make_batch()
     step = planned(model, optimizer, batch)
@@ -247,7 +247,7 @@ def test_a_training_is_taken_up_in_a_new_process(tmp_path: Path) -> None:
     assert not (tmp_path / "no-cache").exists()  # with a plan, nothing is measured
 
 
-# Plans and profiles that do not belong here
+# Plans and profiles of other steps
 
 
 def test_a_plan_of_another_step_is_refused() -> None:
@@ -273,7 +273,7 @@ def test_a_plan_with_a_wrong_schedule_is_refused() -> None:
         planned(*made(), make_batch(), plan=short)
 
 
-def test_a_plan_and_a_budget_are_too_much() -> None:
+def test_a_plan_and_a_budget_exclude_each_other() -> None:
     plan = planned(*made(), make_batch()).plan
     with pytest.raises(rekindle.PlanError, match="a budget or a plan, not both"):
         planned(*made(), make_batch(), plan=plan, budget=BUDGET)

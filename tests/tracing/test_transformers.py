@@ -1,4 +1,4 @@
-"""Models from transformers, which look at masks to choose their way, train as they do plainly."""
+"""Models from transformers, which branch on masks, train to the same bits as without Rekindle."""
 
 from __future__ import annotations
 
@@ -82,14 +82,14 @@ def batches(mask: str, n: int = 3) -> list[Any]:
 
 
 def asked(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
-    text = "decides by a value of the batch"
+    text = "branches on a value of the batch"
     return [record for record in caplog.records if text in record.getMessage()]
 
 
 @pytest.mark.parametrize("mask", ["none", "ones", "padding", "padding-encoding"])
 @pytest.mark.parametrize("name", MODELS)
 def test_bit_equal(name: str, mask: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever the mask; the log says where its values would have decided."""
+    """With any mask; the log names the line that would branch on its values."""
     if (name, mask) == ("llama", "ones"):
         pytest.skip("a plain step leaves a mask of ones out, for another kernel: see the README")
     with caplog.at_level(logging.INFO, logger="rekindle"):
@@ -103,10 +103,10 @@ def test_bit_equal(name: str, mask: str, caplog: pytest.LogCaptureFixture) -> No
 
 
 @pytest.mark.parametrize("name", ["llama", "bert"])
-def test_a_mask_that_would_have_decided_is_named(
+def test_the_line_that_branches_on_a_mask_is_logged(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A mask of ones is left out by a plain step, which looks; a captured step cannot look."""
+    """A plain step reads a mask of ones and omits it; a captured step cannot read it."""
     with caplog.at_level(logging.INFO, logger="rekindle"):
         rekindle.capture(train_step, *made(name), batches("ones")[0])
     assert len(asked(caplog)) == 1
@@ -114,7 +114,7 @@ def test_a_mask_that_would_have_decided_is_named(
 
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_masks_of_ones_and_padding_in_turn(name: str) -> None:
-    """One capture serves every mask of the same shape."""
+    """One capture is valid for every mask of the same shape."""
     mixed = [batches("ones")[0], batches("padding")[1], batches("ones")[2]]
     step = assert_trains_the_same(train_step, lambda: made(name), mixed)
     assert step.n_captures == 1
@@ -122,13 +122,13 @@ def test_masks_of_ones_and_padding_in_turn(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_labels_that_are_the_inputs(name: str) -> None:
-    """The usual batch of a language model names one tensor twice."""
+    """A language model's batch often contains one tensor twice."""
     shared = [{**batch, "labels": batch["input_ids"]} for batch in batches("none")]
     assert_trains_the_same(train_step, lambda: made(name), shared)
 
 
 def test_packed_positions() -> None:
-    """Position numbers that start again within a row mean several texts, which must not mix."""
+    """Positions that restart within a row mean several texts, which must not mix."""
     packed = batches("none")
     for batch in packed:
         positions = torch.cat([torch.arange(5), torch.arange(3)])
@@ -137,7 +137,7 @@ def test_packed_positions() -> None:
 
 
 def test_evaluation_of_a_trained_model() -> None:
-    """transformers asks for values in evaluation as always: nothing is left patched."""
+    """transformers reads values in evaluation as usual: nothing is left patched."""
     logits: list[torch.Tensor] = []
 
     def evaluate(model: nn.Module, optimizer: torch.optim.Optimizer, index: int) -> None:

@@ -14,19 +14,11 @@ from contextlib import contextmanager
 
 import torch
 
+from rekindle.measuring.meters import available_bytes
 from rekindle.torch_internals import memory_snapshot, set_allocator_settings
 
 _ROOM = 1.25  # of a step's peak: with so much, holes have not mattered
-_HELD = 4  # a cache is large if it holds one part in so many of what there is
 _KIND = "expandable_segments"
-
-
-def available_bytes(device: torch.device) -> int:
-    """What this process may use of a GPU, with what it uses already."""
-    index = torch.cuda.current_device() if device.index is None else device.index
-    free_bytes, total_bytes = torch.cuda.mem_get_info(index)
-    allowed_bytes = int(total_bytes * torch.cuda.get_per_process_memory_fraction(index))
-    return min(free_bytes + torch.cuda.memory_reserved(index), allowed_bytes)
 
 
 class Growing:
@@ -69,11 +61,3 @@ def growing_for(peak_bytes: int, device: torch.device) -> Growing | None:
     if settings.get(_KIND):
         return None
     return Growing(settings.get("PYTORCH_CUDA_ALLOC_CONF", ""))
-
-
-def tidy(device: torch.device) -> None:
-    """Give back what the allocator holds for later, if that is much: it may be in pieces."""
-    if device.type == "cuda":
-        held_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        if held_bytes > available_bytes(device) // _HELD:
-            torch.cuda.empty_cache()

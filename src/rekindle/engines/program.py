@@ -21,7 +21,6 @@ import torch
 from torch import fx
 
 from rekindle.core.cost.allocator import LARGE_BYTES, allocated_bytes
-from rekindle.engines.defer_sigint import uninterrupted
 from rekindle.engines.engine import EngineInfo
 from rekindle.engines.expandable_segments import Growing
 from rekindle.rewriting.apply_schedule import RewrittenStep, as_recorded
@@ -33,8 +32,8 @@ from rekindle.torch_internals import (
     included_dispatch_keys,
     set_grad_enabled,
 )
-from rekindle.tracing.recording import Recording
-from rekindle.tracing.tape import Kind
+from rekindle.tracing.defer_sigint import uninterrupted
+from rekindle.tracing.tape import EntryKind, Recording
 
 # The user's optimizer runs with autograd and autocast as they were when the step was called.
 
@@ -63,7 +62,7 @@ class Program:
         self.recording = recording
         self._optimizer_bytes = optimizer_bytes
         self.listing = listing or as_recorded(recording)
-        self._optimizer = recording.around.optimizer
+        self._optimizer = recording.state.optimizer
         self._device_types = sorted({s.device.type for s in recording.tape.storages} - {"meta"})
         self._stale_grads = [use.slot for use in recording.grads if not use.reads_old]
         self._final_grads = [(use.slot, use.final) for use in recording.grads]
@@ -75,7 +74,7 @@ class Program:
         self._has_begun = False  # to change parameters
         self._new_state: list[torch.cuda.MemPool] = []  # where it goes, in the first step
         tape = recording.tape
-        own = {tape.metas[e.node].storage for e in tape.entries if e.kind is Kind.OPT_STATE}
+        own = {tape.metas[e.node].storage for e in tape.entries if e.kind is EntryKind.OPT_STATE}
         self._state_bytes = [tape.storages[each].nbytes for each in sorted(own)]
         self.source, self._run = self.compile(self.listing.nodes, returned=self.outputs)
 
@@ -155,13 +154,13 @@ class Program:
         code = Code("batch, state, entering")
         used = {arg for node in nodes for arg in node.all_input_nodes}.union(returned)
         places = {node: f"batch[{index}]" for index, node in enumerate(recording.batch_nodes)}
-        slots = {(slot.kind, slot.name): i for i, slot in enumerate(recording.around.slots)}
+        slots = {(slot.kind, slot.name): i for i, slot in enumerate(recording.state.slots)}
         for entry in recording.tape.entries:
-            if entry.kind is Kind.GRAD:
-                places[entry.node] = f"state[{slots[Kind.PARAM, entry.name]}].grad"
+            if entry.kind is EntryKind.GRAD:
+                places[entry.node] = f"state[{slots[EntryKind.PARAM, entry.name]}].grad"
             elif (entry.kind, entry.name) in slots:
                 places[entry.node] = f"state[{slots[entry.kind, entry.name]}]"
-            elif entry.kind is not Kind.BATCH:
+            elif entry.kind is not EntryKind.BATCH:
                 code.scope[listing.renamed[entry.node].name] = entry.tensor
         code.lines = [
             f"{listing.renamed[node].name} = {place}"

@@ -18,7 +18,7 @@ from rekindle.engines.cudagraph.graph_engine import CudaGraphEngine, CudaRecorde
 from rekindle.engines.engine import Engine, EngineInfo
 from rekindle.engines.program import Program
 from rekindle.errors import RekindleError
-from rekindle.tracing.recording import Recording
+from rekindle.tracing.tape import Recording
 
 if TYPE_CHECKING:
     from rekindle.engines.inductor.group_compiler import Fusing

@@ -1,1 +1,1 @@
-"""Times and bytes of real runs."""
+"""Measures what ops and steps take: time and memory, on CUDA and on the CPU."""

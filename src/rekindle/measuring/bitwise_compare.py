@@ -8,18 +8,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
-from rekindle.core.cost.profile import Profile
 from rekindle.core.graph.comparison import Comparison
-from rekindle.core.graph.graph import StepGraph
-from rekindle.core.graph.schedule import Plan
-from rekindle.core.graph.simulate import Trace
 from rekindle.measuring.meters import peak_bytes
-from rekindle.measuring.timing import tensors_around
+from rekindle.measuring.timing import resident_tensors
 from rekindle.torch_internals import pytree
 from rekindle.tracing.undo import random_states
 
@@ -27,32 +23,8 @@ State = dict[str, Any]
 Parts = tuple[Callable[..., Any], nn.Module, torch.optim.Optimizer, Any]
 
 
-class Step(Protocol):
-    """A step to train with, as `optimize` returns it."""
-
-    @property
-    def graph(self) -> StepGraph: ...
-    @property
-    def profile(self) -> Profile | None: ...
-    @property
-    def plan(self) -> Plan | None: ...
-    @property
-    def trace(self) -> Trace | None: ...
-    @property
-    def plain_trace(self) -> Trace | None: ...
-    @property
-    def plain_profile(self) -> Profile | None: ...
-    @property
-    def budget_bytes(self) -> int | None: ...
-    @property
-    def graphs_peak_bytes(self) -> int: ...
-    @property
-    def is_compiled(self) -> bool: ...
-    def __call__(self, batch: Any) -> Any: ...
-
-
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    """All that training changes, as copies in host memory. A key starts with the kind of the thing.
+    """Copies in host memory of all that training changes. Keys start with the kind of the value.
 
     >>> model = nn.Linear(3, 2)
     >>> list(state_of(model, torch.optim.SGD(model.parameters())))[:3]
@@ -74,7 +46,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
 
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """The keys of what is not the same, bit for bit, or is there on one side only.
+    """The keys whose values differ in any bit, or that only one of the two has.
 
     >>> differences({"x": torch.zeros(2), "n": 1}, {"x": -torch.zeros(2), "n": 1})
     ['x']
@@ -83,49 +55,43 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     return [key for key in keys if key not in a or key not in b or not same(a[key], b[key])]
 
 
-def count_tensors(state: Mapping[str, Any]) -> dict[str, int]:
-    """How many tensors of each kind a state holds."""
-    kinds = (key.partition(" ")[0] for key, v in state.items() if isinstance(v, torch.Tensor))
-    return dict(Counter(kinds))
-
-
 def compare(
     make: Callable[[], Parts],
-    optimize: Callable[..., Step],
+    optimize: Callable[..., Any],
     *,
     steps: int,
     seed: int = 0,
     on_stage: Callable[[str], None] = lambda stage: None,
-    unplanned: Callable[..., Step] | None = None,
+    unplanned: Callable[..., Any] | None = None,
 ) -> Comparison:
-    """Train with `optimize`, then plainly, on what `make` builds anew each time; compare the ends.
+    """Train with `optimize`, then without Rekindle, each time from a fresh `make()`; compare.
 
-    `make` returns (train_step, model, optimizer, batch) and is called for each training, under the
-    same seed; the random generators are put back afterwards. `on_stage` is told what is about to
-    happen. A plain step that runs out of memory, where the other has a budget, is a result and no
-    error. A compiled step is compared with what `unplanned` makes, which drops nothing.
+    `make` returns (train_step, model, optimizer, batch) and is called before each training, with
+    the same seed; the random generators are restored afterwards. `optimize` returns a `TrainStep`.
+    `on_stage` is called with a description of each stage as it begins. If there is a budget, a
+    plain step that runs out of memory is a result, not an error. A compiled step is compared with
+    the step that `unplanned` returns, which is compiled, too, and recomputes nothing.
     """
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
 
-    def trained(prepare: Callable[..., Any], stage: str) -> _Training:
+    def trained(prepare: Callable[..., Any] | None, stage: str) -> _Training:
         on_stage("building the model")
         torch.manual_seed(seed)
         train_step, *objects = make()
         torch.manual_seed(seed)
-        if prepare is not _plainly:
-            on_stage("capturing a step")
         start = time.perf_counter()
-        step = prepare(train_step, *objects)
-        seconds = time.perf_counter() - start
+        if prepare is None:
+            step = partial(train_step, *objects[:2])
+        else:
+            on_stage("capturing a step")
+            step = prepare(train_step, *objects)
+        prepare_us = (time.perf_counter() - start) * 1e6
         on_stage(f"training {steps} steps {stage}")
-        found = _Training(step, *objects, steps=steps)
-        found.step, found.prepare_us = step, seconds * 1e6
-        return found
+        return _Training(step, *objects, steps=steps, prepare_us=prepare_us)
 
     with torch.random.fork_rng(devices=devices):
         captured = trained(optimize, "with Rekindle")
-        step: Step = captured.step
-        captured.peak_bytes = max(captured.peak_bytes, step.graphs_peak_bytes)
+        step = captured.step
         found = Comparison(
             graph=step.graph,
             capture_us=captured.prepare_us,
@@ -135,7 +101,7 @@ def compare(
             differences=(),
             plain_fits=False,
             captured_samples_us=tuple(captured.samples_us),
-            captured_peak_bytes=captured.peak_bytes,
+            captured_peak_bytes=max(captured.peak_bytes, step.graphs_peak_bytes),
             budget_bytes=step.budget_bytes,
             profile=step.profile,
             plan=step.plan,
@@ -149,12 +115,11 @@ def compare(
         other: _Training | None = None
         try:
             if found.is_compiled:
-                assert unplanned is not None
                 other = trained(unplanned, "with Rekindle, nothing dropped")
                 del other.step
                 gc.collect()
                 found = _compared(found, captured.state, other.state)
-            plain = trained(_plainly, "without Rekindle")
+            plain = trained(None, "without Rekindle")
         except torch.OutOfMemoryError:
             if found.budget_bytes is None:
                 raise
@@ -170,53 +135,38 @@ def compare(
     return replace(found, rounding=_largest_difference(plain.state, other.state))
 
 
-def _plainly(
-    train_step: Callable[..., Any], model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any
-) -> Callable[[Any], Any]:
-    return partial(train_step, model, optimizer)
-
-
-def _compared(found: Comparison, state: State, with_state: State) -> Comparison:
+def _compared(found: Comparison, state: State, expected: State) -> Comparison:
+    kinds = (key.partition(" ")[0] for key, v in expected.items() if isinstance(v, torch.Tensor))
     return replace(
-        found,
-        compared=count_tensors(with_state),
-        differences=tuple(differences(with_state, state)),
+        found, compared=dict(Counter(kinds)), differences=tuple(differences(expected, state))
     )
 
 
 def _largest_difference(a: State, b: State) -> float:
-    """How far results are apart, as a share of them."""
-    pairs = [(a[key].double(), b[key].double()) for key in a if _is_result(key, a[key])]
-    return max(
-        (
-            float((x - y).abs().max() / x.abs().max().clamp_min(1e-30))
-            for x, y in pairs
-            if x.numel()
-        ),
-        default=0.0,
-    )
-
-
-def _is_result(key: str, value: Any) -> bool:
-    is_number = isinstance(value, torch.Tensor) and value.is_floating_point()
-    return is_number and key.startswith("result ")
+    """The largest difference between results, relative to the largest element of each."""
+    largest = 0.0
+    for key, value in a.items():
+        is_number = isinstance(value, torch.Tensor) and value.is_floating_point()
+        if key.startswith("result ") and is_number and value.numel():
+            x, y = value.double(), b[key].double()
+            largest = max(largest, float((x - y).abs().max() / x.abs().max().clamp_min(1e-30)))
+    return largest
 
 
 class _Training:
-    """A few steps, each timed: what they return and leave. In the last, memory is watched."""
-
-    step: Any  # which is dropped once nothing is asked of it any more
-    prepare_us: float
+    """The results, times and final state of a few steps, and the memory peak of the last one."""
 
     def __init__(
         self,
-        step: Callable[[Any], Any],
+        step: Any,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         batch: Any,
         *,
         steps: int,
+        prepare_us: float,
     ) -> None:
+        self.step, self.prepare_us = step, prepare_us
         self.state: State = {}
         self.samples_us: list[float] = []
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -225,7 +175,7 @@ class _Training:
         self.peak_bytes = peak_bytes(
             lambda: self._train(step, batch),
             device,
-            lambda: tensors_around(model, optimizer, batch),
+            lambda: resident_tensors(model, optimizer, batch),
         )
         self.state.update(state_of(model, optimizer))
 
@@ -234,8 +184,8 @@ class _Training:
         leaves = [_copy(leaf) for leaf in pytree.tree_leaves(step(batch))]  # waits for the device
         self.samples_us.append((time.perf_counter() - start) * 1e6)
         for position, leaf in enumerate(leaves):
-            place = f".{position}" if len(leaves) > 1 else ""
-            self.state[f"result {len(self.samples_us)}{place}"] = leaf
+            suffix = f".{position}" if len(leaves) > 1 else ""
+            self.state[f"result {len(self.samples_us)}{suffix}"] = leaf
 
 
 def _copy(value: Any) -> Any:
@@ -243,7 +193,7 @@ def _copy(value: Any) -> Any:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two things are equal in type, form, place and every bit."""
+    """True if two values are equal in type, shape, device and every bit."""
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         return type(a) is type(b) and bool(a == b)
     if (a.dtype, a.shape, a.device) != (b.dtype, b.shape, b.device):
@@ -252,5 +202,5 @@ def same(a: Any, b: Any) -> bool:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes: unlike numbers, they tell -0.0 from 0.0, and a NaN equals itself."""
+    """The tensor's bytes, by which -0.0 differs from 0.0 and a NaN equals itself."""
     return tensor.detach().reshape(-1).contiguous().view(torch.uint8)

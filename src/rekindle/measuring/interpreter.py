@@ -1,58 +1,61 @@
-"""Runs a recorded step op by op, the optimizer's operators included, and lets others watch.
+"""Runs a traced step op by op, the optimizer's operators included, for measuring.
 
-This is for measuring: it may run on the user's own tensors, so `preserved` puts their values back.
+It may run on the user's own tensors; `preserved` puts their values back.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import fx
 
+from rekindle.measuring.meters import CallOp
 from rekindle.torch_internals import AutoDispatchBelowAutograd, set_grad_enabled
 from rekindle.tracing import undo
-from rekindle.tracing.recording import Recording
-from rekindle.tracing.tape import Kind
-
-# (an op's index, the operator, its arguments) -> its result
-Around = Callable[[int, Any, tuple[Any, ...], dict[str, Any]], Any]
+from rekindle.tracing.defer_sigint import uninterrupted
+from rekindle.tracing.step_state import EntryKind, Slot
+from rekindle.tracing.tape import Recording
 
 
 def inputs(recording: Recording, batch: list[torch.Tensor]) -> dict[fx.Node, torch.Tensor]:
-    """A tensor for all that enters the step; optimizer state that is not there yet is all zeros.
+    """A tensor for each entry of the step; optimizer state that does not exist yet is all zeros.
 
-    That is how optimizers start. Whatever else would make numbers of the parameters that are none
-    (the root of a negative average), and kernels may take another time for those.
+    Optimizers start from zeros. Random state could turn parameters into NaN (the square root of a
+    negative average), for which kernels may take another time.
     """
-    slots = {(slot.kind, slot.name): slot for slot in recording.around.slots}
+    slots = slots_of_entries(recording)
     made = dict(zip(recording.batch_nodes, batch, strict=True))
     for entry in recording.tape.entries:
-        if entry.kind is Kind.BATCH:
+        if entry.kind is EntryKind.BATCH:
             continue
-        slot = slots.get((entry.kind, entry.name))
-        if slot is not None:
-            made[entry.node] = slot.get()
+        if entry.node in slots:
+            made[entry.node] = slots[entry.node].get()
         elif _is_real(entry.tensor):
             made[entry.node] = entry.tensor
         else:
-            made[entry.node] = make_up(recording, entry.node).zero_()
+            made[entry.node] = synthetic_tensor(recording, entry.node).zero_()
     return made
 
 
-def resident_bytes(recording: Recording, batch: list[torch.Tensor], device: torch.device) -> int:
-    """The bytes on a device of all that enters the step and exists by now."""
-    tensors = [entry.tensor for entry in recording.tape.entries if _is_real(entry.tensor)]
-    tensors += [*(slot.get() for slot in recording.around.slots), *batch]
-    storages = {t.untyped_storage().data_ptr(): t for t in tensors if t.device.type == device.type}
-    return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
+def slots_of_entries(recording: Recording) -> dict[fx.Node, Slot]:
+    """The slot of each entry that has one."""
+    slots = {(slot.kind, slot.name): slot for slot in recording.state.slots}
+    entries = (entry for entry in recording.tape.entries if (entry.kind, entry.name) in slots)
+    return {entry.node: slots[entry.kind, entry.name] for entry in entries}
 
 
-def make_up(recording: Recording, node: fx.Node) -> torch.Tensor:
-    """A tensor of a node's form: random numbers, or zeros where an index may be meant."""
+def input_bytes(recording: Recording, batch: list[torch.Tensor], device: torch.device) -> int:
+    """Bytes on a device of the entries of the step that exist by now."""
+    storages = _real_storages(recording, batch)
+    return sum(s.nbytes() for s in storages if s.device.type == device.type)
+
+
+def synthetic_tensor(recording: Recording, node: fx.Node) -> torch.Tensor:
+    """A tensor laid out like a node's value: random floats; zeros for integers, often indices."""
     meta = recording.tape.metas[node]
     device = recording.tape.storages[meta.storage].device
     last = sum((size - 1) * step for size, step in zip(meta.shape, meta.stride, strict=True))
@@ -65,62 +68,54 @@ def make_up(recording: Recording, node: fx.Node) -> torch.Tensor:
 
 @contextmanager
 def preserved(recording: Recording, batch: list[torch.Tensor] | None = None) -> Iterator[None]:
-    """Put every real tensor and generator back as it was, from copies in host memory."""
-    tensors = [entry.tensor for entry in recording.tape.entries if _is_real(entry.tensor)]
-    tensors += [slot.get() for slot in recording.around.slots] + (batch or [])
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
-    copies = [(storage, storage.cpu().clone()) for storage in storages.values()]
-    generators = {id(g): g for call in recording.tape.calls for g in _generators(call.node)}
+    """Restore every real tensor and generator after the block, from copies in host memory."""
+    copies = [(s, s.cpu().clone()) for s in _real_storages(recording, batch or [])]
+    nodes = (call.node for call in recording.tape.calls)
+    args: Iterator[Any] = (arg for node in nodes for arg in (*node.args, *node.kwargs.values()))
+    generators = {id(arg): arg for arg in args if isinstance(arg, torch.Generator)}
     own_states = [(generator, generator.get_state()) for generator in generators.values()]
     states = undo.random_states()
     try:
         yield
     finally:
-        for storage, copy in copies:
-            storage.copy_(copy)
-        for generator, state in own_states:
-            generator.set_state(state)
-        undo.set_random_states(states)
+        with uninterrupted():
+            for storage, copy in copies:
+                storage.copy_(copy)
+            for generator, state in own_states:
+                generator.set_state(state)
+            undo.set_random_states(states)
+
+
+def _real_storages(
+    recording: Recording, batch: list[torch.Tensor]
+) -> Iterator[torch.UntypedStorage]:
+    tensors = [entry.tensor for entry in recording.tape.entries if _is_real(entry.tensor)]
+    tensors += [*(slot.get() for slot in recording.state.slots), *batch]
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    yield from {storage.data_ptr(): storage for storage in storages}.values()
 
 
 def _is_real(tensor: torch.Tensor) -> bool:
     return type(tensor) in (torch.Tensor, torch.nn.Parameter)
 
 
-def _generators(node: fx.Node) -> Iterator[torch.Generator]:
-    """The generators of the user's own that a call draws from."""
-    for arg in (*node.args, *node.kwargs.values()):
-        if isinstance(arg, torch.Generator):
-            yield arg
-
-
-def run(recording: Recording, env: dict[fx.Node, Any], around: Around) -> None:
-    """Run every op in order, freeing each value after its last use. `env` is used up."""
+def run(recording: Recording, values: dict[fx.Node, Any], call_op: CallOp) -> None:
+    """Run every op in order, and delete each of the `values` after its last use."""
     calls = {call.node: index for index, call in enumerate(recording.tape.calls)}
-    nodes = executed(recording)
+    nodes = [n for n in recording.tape.graph.nodes if n in calls or n.target is operator.getitem]
     dying = _last_uses(nodes)
     with torch.enable_grad(), AutoDispatchBelowAutograd():
         for node in nodes:
             if node.target is operator.getitem:
-                env[node] = env[node.all_input_nodes[0]][node.args[1]]
+                values[node] = values[node.all_input_nodes[0]][node.args[1]]
             else:
-                args = fx.map_arg(node.args, env.__getitem__)
-                kwargs = fx.map_arg(node.kwargs, env.__getitem__)
+                args = fx.map_arg(node.args, values.__getitem__)
+                kwargs = fx.map_arg(node.kwargs, values.__getitem__)
                 set_grad_enabled(recording.tape.calls[calls[node]].grad_enabled)
-                env[node] = around(calls[node], node.target, args, kwargs)
+                values[node] = call_op(calls[node], node.target, args, kwargs)
                 del args, kwargs
             for dead in dying[node]:
-                del env[dead]
-
-
-def executed(recording: Recording) -> list[fx.Node]:
-    """The nodes that stand for operators, the optimizer's included, and their results."""
-    known = {call.node for call in recording.tape.calls}
-    return [
-        node
-        for node in recording.tape.graph.nodes
-        if node in known or node.target is operator.getitem
-    ]
+                del values[dead]
 
 
 def _last_uses(nodes: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:

@@ -1,15 +1,20 @@
-"""Measures every op of a captured step where its tensors live.
+"""Measures every op of a traced step on the device of its tensors, and caches the profile.
 
-Ops run in captured order, after a run to warm up; times are medians over runs. On CUDA an op's time
-is that of its kernels, as the profiler reports them, not of launching them; on the CPU it is wall
-time. A step too large for the device is measured one distinct operator at a time.
+Ops run in the order they were traced, after a warm-up run; times are medians over several runs. On
+CUDA, an op's time is that of its kernels as the profiler reports them, without launching; on the
+CPU it is wall time. If a step does not fit the device, each distinct operator is measured alone.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
+import os
 import platform
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,18 +22,26 @@ import torch
 from numpy.typing import NDArray
 from torch import fx
 
-from rekindle.core.cost.devices import Device, find_device
+from rekindle.core.cost.devices import find_device
 from rekindle.core.cost.profile import OpCost, Profile
 from rekindle.core.cost.roofline import analytic_profile
 from rekindle.core.graph.graph import StepGraph
 from rekindle.core.graph.liveness import analyze
+from rekindle.core.graph.serial import load_profile, save_profile
 from rekindle.core.graph.simulate import device_sizes
-from rekindle.engines.expandable_segments import tidy
 from rekindle.errors import ProfileError
 from rekindle.measuring import interpreter
-from rekindle.measuring.meters import Around, CpuMeter, CudaMeter, Meter, plainly
+from rekindle.measuring.meters import (
+    CallOp,
+    CpuMeter,
+    CudaMeter,
+    Meter,
+    call_plainly,
+    release_cached_memory,
+)
+from rekindle.torch_internals import clear_cublas_workspaces
 from rekindle.tracing import operators
-from rekindle.tracing.recording import Recording
+from rekindle.tracing.tape import Recording
 
 log = logging.getLogger("rekindle")
 
@@ -36,18 +49,18 @@ Progress = Callable[[str], None]
 
 
 def device_name(device: torch.device) -> str:
-    """What a device is called in a profile."""
+    """The name of a device in profiles."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def versions(device: torch.device) -> dict[str, str]:
-    """What a measurement depends on beside the graph and the device's name."""
+    """Versions and settings that a measurement depends on."""
     found = {"python": platform.python_version(), "torch": torch.__version__}
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
     if device.type == "cpu":
         found["threads"] = str(torch.get_num_threads())
-    elif device.type == "cuda":  # settings by which libraries choose their algorithms
+    elif device.type == "cuda":  # libraries choose their algorithms by these settings
         found["settings"] = " ".join(
             name
             for name, is_set in (
@@ -62,74 +75,127 @@ def versions(device: torch.device) -> dict[str, str]:
     return found
 
 
-def measure_profile(
+def measured_profile(
     recording: Recording,
     graph: StepGraph,
     batch: list[torch.Tensor] | None,
     device: torch.device,
     *,
+    cache: bool = True,
     runs: int = 3,
     progress: Progress = lambda text: None,
+    min_cached_cpu_us: float = 5e6,
 ) -> Profile:
-    """The measured profile of a step. The user's tensors and generators stay as they are."""
-    if len(recording.tape.calls) != len(graph.ops):
-        raise ProfileError(
-            "this step's optimizer cannot be recorded, so the step cannot be measured op by op: "
-            'ask for an analytic profile of a named device instead, as in device="H200".'
-        )
-    meter: Meter = CudaMeter(device) if device.type == "cuda" else CpuMeter()
-    session = _Session(recording, graph, meter, device, runs, progress)
-    try:
-        return session.in_order(batch, device_name(device))
-    except torch.OutOfMemoryError:
-        log.info("the step does not fit into memory: measuring each distinct operator alone")
+    """The profile of a step, from the cache or measured.
+
+    The user's tensors and generators keep their values. The overhead of CUDA's libraries is cached
+    with the profile; other memory in use is counted each time. A CPU's times depend on its load, so
+    that steps shorter than `min_cached_cpu_us` are always measured.
+    """
     if device.type == "cuda":
-        torch.cuda.empty_cache()
-    return session.one_by_one(batch or [], device_name(device))
+        clear_cublas_workspaces()
+    session = _Session(recording, graph, device, runs, progress)
+    other_bytes = session.other_bytes(batch or [])
+    current = device_name(device), versions(device)
+    cached = _load_cached(graph, *current) if cache and runs <= 3 else None
+    if cached is not None and (device.type != "cpu" or cached.step_us > min_cached_cpu_us):
+        return replace(cached, overhead_bytes=cached.overhead_bytes + other_bytes)
+    measured = session.profile(batch)
+    if cache:
+        library_bytes = max(0, measured.overhead_bytes - other_bytes)
+        _save_cached(graph, replace(measured, overhead_bytes=library_bytes))
+    return measured
 
 
-def _closest_device(name: str) -> Device:
+# The cache on disk. A profile that cannot be read is measured again and overwritten.
+
+
+def cache_folder() -> Path:
+    """The folder of cached profiles, in the user's cache folder."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "rekindle" / "profiles"
+
+
+def _cache_path(graph: StepGraph, device: str, versions: Mapping[str, str]) -> Path:
+    key = json.dumps([graph.fingerprint, device, sorted(versions.items())])
+    digest = hashlib.sha256(key.encode()).hexdigest()[:16]
+    return cache_folder() / f"{graph.fingerprint}-{digest}.json.gz"
+
+
+def _load_cached(graph: StepGraph, device: str, versions: Mapping[str, str]) -> Profile | None:
+    """The cached profile of a graph on a device; None if there is none or it does not match."""
+    path = _cache_path(graph, device, versions)
     try:
-        return find_device(name)
-    except ProfileError:
-        return find_device("A100-80GB")
+        if not path.exists():
+            return None
+        profile = load_profile(path).profile
+    except (ProfileError, OSError) as error:
+        log.warning("ignoring a cached profile: %s", error)
+        return None
+    found = (profile.fingerprint, profile.device, dict(profile.versions))
+    if found != (graph.fingerprint, device, dict(versions)):
+        log.warning("ignoring the cached profile %s: other graph, device or versions", path)
+        return None
+    return profile
 
 
+def _save_cached(graph: StepGraph, profile: Profile) -> None:
+    """Write a profile to the cache; if that fails, log a warning."""
+    path = _cache_path(graph, profile.device, profile.versions)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_profile(path, graph, profile, {})
+    except OSError as error:
+        log.warning("could not cache the profile: %s", error)
+
+
+@dataclass
 class _Session:
-    def __init__(
-        self,
-        recording: Recording,
-        graph: StepGraph,
-        meter: Meter,
-        device: torch.device,
-        runs: int,
-        progress: Progress,
-    ) -> None:
-        self.recording = recording
-        self.device = device
-        self.graph = graph
-        self.meter = meter
-        self.runs = runs
-        self.progress = progress
-        slots = {(slot.kind, slot.name): slot for slot in recording.around.slots}
-        self._slot_of = {
-            entry.node: slots[entry.kind, entry.name]
-            for entry in recording.tape.entries
-            if (entry.kind, entry.name) in slots
-        }
+    recording: Recording
+    graph: StepGraph
+    device: torch.device
+    runs: int
+    progress: Progress
 
-    def in_order(self, batch: list[torch.Tensor] | None, device: str) -> Profile:
+    def __post_init__(self) -> None:
+        on_cuda = self.device.type == "cuda"
+        self.meter: Meter = CudaMeter(self.device) if on_cuda else CpuMeter()
+        self._slot_of = interpreter.slots_of_entries(self.recording)
+
+    def other_bytes(self, batch: list[torch.Tensor]) -> int:
+        """Bytes allocated on the device now for anything but the step's own tensors."""
+        own_bytes = interpreter.input_bytes(self.recording, batch, self.device)
+        return max(0, self.meter.allocated_bytes() - own_bytes)
+
+    def profile(self, batch: list[torch.Tensor] | None) -> Profile:
+        """Measure the step in order, or its operators alone if it does not fit into memory."""
+        if len(self.recording.tape.calls) != len(self.graph.ops):
+            raise ProfileError(
+                "this step's optimizer cannot be recorded, so the step cannot be measured op by "
+                'op: ask for an analytic profile of a named device instead, as in device="H200".'
+            )
+        try:
+            return self._in_order(batch)
+        except torch.OutOfMemoryError:
+            log.info("the step does not fit into memory: measuring each distinct operator alone")
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return self._one_by_one(batch or [])
+
+    def _in_order(self, batch: list[torch.Tensor] | None) -> Profile:
         """Run the whole step, op after op."""
         recording, n_ops = self.recording, len(self.graph.ops)
         with interpreter.preserved(recording, batch):
-            tensors = batch or [interpreter.make_up(recording, n) for n in recording.batch_nodes]
-            entering = interpreter.inputs(recording, tensors)  # once: to make some up takes time
+            tensors = batch or [
+                interpreter.synthetic_tensor(recording, node) for node in recording.batch_nodes
+            ]
+            entering = interpreter.inputs(recording, tensors)  # once: making tensors takes time
 
-            def run(around: Around) -> None:
-                interpreter.run(recording, dict(entering), around)
+            def run(call_op: CallOp) -> None:
+                interpreter.run(recording, dict(entering), call_op)
 
             self.progress("warming up")
-            run(plainly)
+            run(call_plainly)
             self.progress("measuring memory")
             workspaces, at_start = self.meter.workspaces_bytes(run, n_ops)
             samples = []
@@ -142,24 +208,29 @@ class _Session:
             step_us = self.meter.step_us(run)
         method = f"in order, median of {self.runs} runs"
         if step_us is not None and times.sum() > 0:
-            # One at a time, kernels cannot start while the one before drains; in a step they do.
+            # Measured alone, a kernel cannot start while the one before drains; in a step it does.
             scale = step_us / times.sum()
             times, copies = times * scale, copies * scale
             method += f"; kernel times scaled by {scale:.3f} to the step in a CUDA graph"
-        return self._profile(device, times, copies, workspaces, self._overhead(at_start), method)
+        overhead_bytes = 0
+        if at_start:
+            sizes = device_sizes(self.graph, self.meter.allocator)
+            own_bytes = int(sizes[analyze(self.graph).is_resident].sum())
+            overhead_bytes = max(0, at_start - own_bytes)
+        return self._profile(times, copies, workspaces, overhead_bytes, method)
 
-    def _copies_us(self, run: Callable[[Around], None], n_ops: int) -> NDArray[np.float64]:
-        """The time of each op's `copy_target`, run beside the op itself; 0 where there is none."""
+    def _copies_us(self, run: Callable[[CallOp], None], n_ops: int) -> NDArray[np.float64]:
+        """The time of each op's `copy_target`, run after the op itself; 0 for ops without one."""
         if not any(op.copy_target for op in self.graph.ops):
             return np.zeros(n_ops)
         self.progress("measuring recomputations")
 
-        def run_copies(around: Around) -> None:
+        def run_copies(call_op: CallOp) -> None:
             def op_and_copy(index: int, op: Any, args: Any, kwargs: Any) -> Any:
                 result = op(*args, **kwargs)
                 if self.graph.ops[index].copy_target:
                     other = operators.copy_op(op, args[0].device, writes=True)
-                    around(index, other, operators.copy_arguments(args, result), {})
+                    call_op(index, other, operators.copy_arguments(args, result), {})
                 return result
 
             run(op_and_copy)
@@ -167,7 +238,7 @@ class _Session:
         samples = [self.meter.times_us(run_copies, n_ops) for _ in range(self.runs)]
         return np.asarray(np.median(np.stack(samples), axis=0))
 
-    def one_by_one(self, batch: list[torch.Tensor], device: str) -> Profile:
+    def _one_by_one(self, batch: list[torch.Tensor]) -> Profile:
         """Run each distinct operator alone, on tensors made for it."""
         calls = self.recording.tape.calls
         groups: dict[Hashable, list[int]] = {}
@@ -175,24 +246,24 @@ class _Session:
             groups.setdefault(self._signature(call.node), []).append(index)
         firsts = [indices[0] for indices in groups.values()]
         times, workspaces = np.zeros(len(calls)), np.zeros(len(calls), dtype=np.int64)
-        unable: set[int] = set()
+        failing: set[int] = set()
 
-        def run(around: Around) -> None:
+        def run(call_op: CallOp) -> None:
             for number, index in enumerate(firsts):
-                if index in unable:
+                if index in failing:
                     continue
                 self.progress(f"operator {number + 1} of {len(firsts)}")
                 try:
-                    self._run_alone(calls[index].node, lambda *a, i=index: around(i, *a))
+                    self._run_alone(calls[index].node, lambda *a, i=index: call_op(i, *a))
                 except torch.OutOfMemoryError:
                     raise
-                except RuntimeError as error:  # made-up arguments do not suit every operator
+                except RuntimeError as error:  # synthetic arguments do not suit every operator
                     log.info("%s does not run alone: %s", self.graph.ops[index].name, error)
-                    unable.add(index)
+                    failing.add(index)
 
         with interpreter.preserved(self.recording):
-            run(plainly)
-            beside = self._beside(batch)
+            run(call_plainly)
+            overhead_bytes = self.other_bytes(batch)
             alone, _ = self.meter.workspaces_bytes(run, len(calls))
             samples = [self.meter.times_us(run, len(calls)) for _ in range(self.runs)]
             copies = self._copies_us(run, len(calls))
@@ -201,64 +272,55 @@ class _Session:
             times[indices], workspaces[indices] = medians[first], alone[first]
             copies[indices] = copies[first]
         method = f"{len(firsts)} distinct operators alone, median of {self.runs} runs"
-        if unable:
-            method += f"; {len(unable)} of them estimated from bytes and FLOPs"
-            estimate = analytic_profile(self.graph, _closest_device(device)).times_us
-            for index in unable:
+        if failing:
+            method += f"; {len(failing)} of them estimated from bytes and FLOPs"
+            try:
+                device = find_device(device_name(self.device))
+            except ProfileError:
+                device = find_device("A100-80GB")
+            estimate = analytic_profile(self.graph, device).times_us
+            for index in failing:
                 indices = groups[self._signature(calls[index].node)]
                 times[indices] = estimate[indices]
-        return self._profile(device, times, copies, workspaces, beside, method)
+        return self._profile(times, copies, workspaces, overhead_bytes, method)
 
-    def _run_alone(self, node: fx.Node, around: Callable[..., Any]) -> None:
-        tidy(self.device)  # all that the one before has left is in the cache
+    def _run_alone(self, node: fx.Node, call_op: Callable[..., Any]) -> None:
+        release_cached_memory(self.device)  # of the operator before
         made = {arg: self._tensor_for(arg, str(node.target)) for arg in node.all_input_nodes}
         args = fx.map_arg(node.args, made.__getitem__)
         kwargs = fx.map_arg(node.kwargs, made.__getitem__)
         with torch.no_grad():
-            around(node.target, args, kwargs)
+            call_op(node.target, args, kwargs)
 
     def _tensor_for(self, node: fx.Node, target: str) -> torch.Tensor:
-        """A parameter or buffer itself, since it is there anyway; else a tensor made up."""
+        """A parameter or buffer itself; a synthetic tensor for anything else."""
         slot = self._slot_of.get(node)
         if slot is not None:
             return slot.get()
-        tensor = interpreter.make_up(self.recording, node)
+        tensor = interpreter.synthetic_tensor(self.recording, node)
         if "max_pool" in target and tensor.dtype is torch.int64:
-            # each gradient to a place of its own: all to one place would make them wait
+            # Indices of max pooling: distinct ones, or atomic adds to one address would be slow.
             height, width = tensor.shape[-2:]
             plane = torch.arange(height * width, device=tensor.device).view(height, width)
             tensor.copy_(plane.expand(tensor.shape))
         return tensor
 
     def _signature(self, node: fx.Node) -> Hashable:
-        """What an operator's cost depends on: itself, and the forms of its arguments."""
+        """An operator and its arguments' layouts, which determine its cost."""
         metas = self.recording.tape.metas
 
-        def form(arg: Any) -> Any:
+        def layout(arg: Any) -> Any:
             if isinstance(arg, fx.Node):
                 return metas[arg]._replace(storage=0)
             if isinstance(arg, (list, tuple)):
-                return tuple(form(item) for item in arg)
+                return tuple(layout(item) for item in arg)
             return repr(arg)
 
-        kwargs = tuple((key, form(arg)) for key, arg in node.kwargs.items())
-        return node.target, tuple(form(arg) for arg in node.args), kwargs
-
-    def _overhead(self, at_start: int) -> int:
-        """What was allocated beside the graph's own tensors when the step began."""
-        if not at_start:
-            return 0
-        sizes = device_sizes(self.graph, self.meter.allocator)
-        return max(0, at_start - int(sizes[analyze(self.graph).is_resident].sum()))
-
-    def _beside(self, batch: list[torch.Tensor]) -> int:
-        """What is allocated now beside the step's own tensors, as far as those are there yet."""
-        resident = interpreter.resident_bytes(self.recording, batch, self.device)
-        return max(0, self.meter.allocated_bytes() - resident)
+        kwargs = tuple((key, layout(arg)) for key, arg in node.kwargs.items())
+        return node.target, tuple(layout(arg) for arg in node.args), kwargs
 
     def _profile(
         self,
-        device: str,
         times: NDArray[np.float64],
         copies: NDArray[np.float64],
         workspaces: NDArray[np.int64],
@@ -267,7 +329,7 @@ class _Session:
     ) -> Profile:
         to_host, to_device = self.meter.transfer_rates()
         return Profile(
-            device=device,
+            device=device_name(self.device),
             fingerprint=self.graph.fingerprint,
             costs=tuple(
                 OpCost(

@@ -1,4 +1,4 @@
-"""Instruments: how long ops take and what they allocate, on CUDA and on the CPU."""
+"""Meters for CUDA and the CPU: the time that ops take, and the bytes they allocate."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,40 +19,20 @@ from torch.profiler import profile as torch_profile
 
 from rekindle.torch_internals import EventType, clear_cublas_workspaces
 
-Around = Callable[[int, Any, tuple[Any, ...], dict[str, Any]], Any]
-Run = Callable[[Around], None]  # runs all ops, each through the function it is given
+CallOp = Callable[[int, Any, tuple[Any, ...], dict[str, Any]], Any]  # (index, op, args, kwargs)
+Run = Callable[[CallOp], None]  # runs all ops of a step, each by a call of the given function
 
 _MARK = "rekindle:"
-_REPLAYS = 10  # of the whole step, for its time
+_STEP_REPLAYS = 10
+_LARGE_CACHE_RATIO = 1 / 4  # of the memory available to the process
 
 
-class Meter(Protocol):
-    """An instrument for one kind of device."""
-
-    allocator: str
-
-    def times_us(self, run: Run, n_ops: int) -> NDArray[np.float64]:
-        """The time of each op, from one run."""
-
-    def workspaces_bytes(self, run: Run, n_ops: int) -> tuple[NDArray[np.int64], int]:
-        """What each op allocates beside its results, and what was allocated when the run began."""
-
-    def allocated_bytes(self) -> int:
-        """What is allocated now; 0 where the allocator does not say."""
-
-    def step_us(self, run: Run) -> float | None:
-        """The time of the whole run without any gap between ops, if that can be had."""
-
-    def transfer_rates(self) -> tuple[float, float]:
-        """Bytes a microsecond from the device to the host and back; zeros if there is no way."""
-
-
-def plainly(index: int, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an op and nothing else."""
+def call_plainly(index: int, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call an op and measure nothing."""
     return op(*args, **kwargs)
 
 
-def _marked(index: int, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call_marked(index: int, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with record_function(f"{_MARK}{index}"):
         return op(*args, **kwargs)
 
@@ -66,9 +46,10 @@ class CudaMeter:
         self._device = device
 
     def times_us(self, run: Run, n_ops: int) -> NDArray[np.float64]:
+        """The time of each op, from one run."""
         activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
         with torch_profile(activities=activities, acc_events=True) as profiler:
-            run(_marked)
+            run(_call_marked)
             torch.cuda.synchronize(self._device)
         times = np.zeros(n_ops)
         for event in profiler.events():
@@ -77,11 +58,12 @@ class CudaMeter:
         return times
 
     def workspaces_bytes(self, run: Run, n_ops: int) -> tuple[NDArray[np.int64], int]:
+        """Each op's temporary bytes, without its results, and the bytes allocated at the start."""
         allocated = torch.cuda.memory_allocated
         found = np.zeros(n_ops, dtype=np.int64)
         at_start: list[int] = []
 
-        def around(index: int, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def call_op(index: int, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             before = allocated(self._device)
             if not at_start:
                 at_start.append(before)
@@ -91,31 +73,34 @@ class CudaMeter:
             found[index] = peak - max(before, allocated(self._device))
             return result
 
-        run(around)
+        run(call_op)
         return found, at_start[0] if at_start else 0
 
     def allocated_bytes(self) -> int:
+        """The bytes allocated now."""
         return torch.cuda.memory_allocated(self._device)
 
     def step_us(self, run: Run) -> float | None:
+        """The time of the whole run without gaps between ops; None if it cannot be captured."""
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph):
-                run(plainly)
-        except RuntimeError:  # something in the step cannot be captured
+                run(call_plainly)
+        except RuntimeError:  # an op cannot be captured in a CUDA graph
             return None
         finally:
-            clear_workspaces()  # the stream of the capture has its own, held by the library
-        samples = cuda_samples_us(graph.replay, _REPLAYS)
-        faster = sorted(samples)[: len(samples) // 2]  # a GPU is slowed down now and then
+            clear_cublas_workspaces()  # cuBLAS holds one for the stream of the capture
+        samples = cuda_samples_us(graph.replay, _STEP_REPLAYS)
+        faster = sorted(samples)[: len(samples) // 2]  # GPUs throttle now and then
         return statistics.median(faster)
 
     def transfer_rates(self) -> tuple[float, float]:
+        """Bytes per microsecond from the device to the host, and back."""
         nbytes = 64 << 20
         host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-        there = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        on_device = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         rates = []
-        for target, source in ((host, there), (there, host)):
+        for target, source in ((host, on_device), (on_device, host)):
             samples = []
             for _ in range(4):
                 torch.cuda.synchronize(self._device)
@@ -128,7 +113,10 @@ class CudaMeter:
 
 
 class CpuMeter:
-    """Wall times, and bytes from the profiler's record of allocations."""
+    """Wall times, and bytes from the profiler's record of allocations.
+
+    There is no count of allocated bytes, no step without gaps, and no transfer.
+    """
 
     allocator = "exact"
 
@@ -136,19 +124,19 @@ class CpuMeter:
         times = np.zeros(n_ops)
         clock = time.perf_counter_ns
 
-        def around(index: int, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def call_op(index: int, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             start = clock()
             result = op(*args, **kwargs)
             times[index] = (clock() - start) / 1e3
             return result
 
-        run(around)
+        run(call_op)
         return times
 
     def workspaces_bytes(self, run: Run, n_ops: int) -> tuple[NDArray[np.int64], int]:
         found = np.zeros(n_ops, dtype=np.int64)
-        with _watching_the_allocator() as profiler:
-            run(_marked)
+        with _profiled_memory() as profiler:
+            run(_call_marked)
         moments, totals = allocations(profiler)
         for event in profiler.profiler.kineto_results.events():
             if not event.name().startswith(_MARK):
@@ -171,14 +159,17 @@ class CpuMeter:
         return 0.0, 0.0
 
 
-def cuda_samples_us(step: Callable[[], Any], steps: int) -> list[float]:
-    """The times of a few steps on a GPU, launched one behind the other as in a training loop.
+Meter = CudaMeter | CpuMeter
 
-    A sample is the time between the ends of two of them, so that launching does not count where it
-    is quicker than the GPU.
+
+def cuda_samples_us(step: Callable[[], Any], steps: int) -> list[float]:
+    """The times of steps on a GPU, launched back to back as in a training loop.
+
+    A sample is the time between the ends of two steps, so that launching counts only if the step
+    is host-bound.
     """
     ends = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
-    step()  # so that the first one measured is launched while another runs, too
+    step()  # so that the first measured step, too, is launched while another runs
     ends[0].record()
     for end in ends[1:]:
         step()
@@ -187,22 +178,30 @@ def cuda_samples_us(step: Callable[[], Any], steps: int) -> list[float]:
     return [a.elapsed_time(b) * 1e3 for a, b in pairwise(ends)]
 
 
-def clear_workspaces() -> None:
-    """Give back what cuBLAS holds for each stream and thread; it takes it anew where it needs it.
+def available_bytes(device: torch.device) -> int:
+    """Bytes of a GPU that this process may use, including those in use already."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    free_bytes, total_bytes = torch.cuda.mem_get_info(index)
+    allowed_bytes = int(total_bytes * torch.cuda.get_per_process_memory_fraction(index))
+    return min(free_bytes + torch.cuda.memory_reserved(index), allowed_bytes)
 
-    A plain step leaves what its backward thread has used, and a capture what its stream has.
-    """
-    clear_cublas_workspaces()
+
+def release_cached_memory(device: torch.device) -> None:
+    """Empty the CUDA allocator's cache if it is large: it may be fragmented."""
+    if device.type == "cuda":
+        cached_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        if cached_bytes > int(available_bytes(device) * _LARGE_CACHE_RATIO):
+            torch.cuda.empty_cache()
 
 
 def peak_bytes(
-    step: Callable[[], Any], device: torch.device, around: Callable[[], Iterable[Any]]
+    step: Callable[[], Any], device: torch.device, resident: Callable[[], Iterable[Any]]
 ) -> int:
-    """The most bytes allocated on a device at any moment of a step, which is run for it.
+    """Run a step, and return the peak of the bytes allocated on a device.
 
-    CUDA's allocator counts all there is. The CPU's is watched while the step runs: what was there
-    before is taken to be the tensors that `around` returns, but for those that go in the step, as
-    gradients do that it clears when it begins.
+    CUDA's allocator counts all bytes. The CPU's is watched only while the step runs: to its count
+    are added the tensors that `resident` returns, except those that the step frees, such as
+    gradients that it clears first.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -214,27 +213,27 @@ def peak_bytes(
             leaf.untyped_storage().nbytes(),
             StorageWeakRef(leaf.untyped_storage()),
         )
-        for leaf in around()
+        for leaf in resident()
         if isinstance(leaf, torch.Tensor) and not leaf.is_meta
     }
-    with _watching_the_allocator() as profiler:
+    with _profiled_memory() as profiler:
         step()
-    there = sum(nbytes for nbytes, storage in storages.values() if not storage.expired())
-    return there + int(allocations(profiler)[1].max())
+    kept_bytes = sum(nbytes for nbytes, storage in storages.values() if not storage.expired())
+    return kept_bytes + int(allocations(profiler)[1].max())
 
 
-def _watching_the_allocator() -> Any:
-    if not torch.cuda.is_available():  # or the profiler complains that it finds no GPU
+def _profiled_memory() -> Any:
+    if not torch.cuda.is_available():  # or the profiler warns that it finds no GPU
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     return torch_profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
 
 
 def allocations(profiler: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """When the CPU's allocator was used, and the bytes held since the start, before and after each.
+    """The times of the CPU allocator's events, and the bytes held before, between and after them.
 
-    The second array is one longer: its first element is 0. Only blocks that were taken while the
-    allocator was watched count: for others that go, the profiler knows no size, or a wrong one,
-    that of a block which lay at the same address when the allocator was watched before.
+    The second array is one longer, and starts with 0. Only blocks that were allocated while the
+    profiler ran count: for others that are freed it knows no size, or that of an earlier block at
+    the same address.
     """
     events = list(profiler.profiler.kineto_results.experimental_event_tree())
     found = []

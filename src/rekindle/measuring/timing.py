@@ -1,4 +1,4 @@
-"""Measures a step: the time, and the peak of the bytes allocated on the device."""
+"""Measures whole steps: time, and the peak of allocated bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rekindle.torch_internals import pytree
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What a step really took: the most bytes allocated at any moment, and the median time."""
+    """A step's peak of allocated bytes, its median time, and the samples of the time."""
 
     peak_bytes: int
     step_us: float
@@ -30,20 +30,19 @@ def measure(
     device: torch.device,
     steps: int,
     warmup: int = 1,
-    around: Callable[[], list[Any]] = list,
+    resident: Callable[[], list[Any]] = list,
 ) -> Measurement:
-    """Run `step` to warm up, once to watch memory, then a few times for the time.
+    """Run `step` to warm up, once to watch memory, then `steps` times for the time.
 
-    On CUDA, steps are launched one after the other without waiting, as in a training loop, and a
-    sample is the time between the ends of two of them on the device. `around` returns the tensors
-    that are there before a step, asked for once the step is warm: on the CPU they count for what
-    nothing else tells.
+    On CUDA, steps are launched back to back as in a training loop, and a sample is the time between
+    the ends of two of them on the device. `resident` returns the tensors that exist before a step,
+    which the CPU's allocator does not report; it is called after the warm-up.
     """
     if steps < 1:
         raise ValueError(f"at least one step is needed for a time, not {steps}")
     for _ in range(warmup):
         step()
-    peak = peak_bytes(step, device, around)
+    peak = peak_bytes(step, device, resident)
     samples = cuda_samples_us(step, steps) if device.type == "cuda" else _samples_us(step, steps)
     return Measurement(peak, statistics.median(samples), tuple(samples))
 
@@ -57,8 +56,8 @@ def _samples_us(step: Callable[[], Any], steps: int) -> list[float]:
     return samples
 
 
-def tensors_around(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> list[Any]:
-    """What is there before a step: parameters, gradients, buffers, optimizer state and batch."""
+def resident_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> list[Any]:
+    """Parameters, gradients, buffers, optimizer state and batch, as they are before a step."""
     params = list(model.parameters())
     grads = [param.grad for param in params]
     state = list(optimizer.state.values())

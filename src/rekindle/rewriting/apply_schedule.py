@@ -22,8 +22,7 @@ from rekindle.rewriting import multi_tensor
 from rekindle.rewriting.codegen import last_uses
 from rekindle.torch_internals import OpOverload
 from rekindle.tracing import operators, rng
-from rekindle.tracing.recording import Recording
-from rekindle.tracing.tape import Call, OptimizerCall
+from rekindle.tracing.tape import Call, OptimizerCall, Recording
 
 
 @dataclass

@@ -15,8 +15,7 @@ import torch
 from rekindle.core.graph.graph import StepGraph
 from rekindle.core.rewrite.improve import Update
 from rekindle.torch_internals import global_optimizer_post_hooks, global_optimizer_pre_hooks
-from rekindle.tracing.recording import Recording
-from rekindle.tracing.tape import Kind
+from rekindle.tracing.tape import EntryKind, Recording
 
 # Their step is a loop over parameters, each with a state and a step count of its own.
 _ONE_BY_ONE = (
@@ -46,17 +45,17 @@ def find_updates(recording: Recording, graph: StepGraph) -> Updates | None:
     tape = recording.tape
     if len(tape.optimizer_calls) != 1 or tape.optimizer_calls[0].is_opaque:
         return None
-    if not is_one_by_one(recording.around.optimizer):
+    if not is_one_by_one(recording.state.optimizer):
         return None
-    if any(entry.kind is Kind.GRAD for entry in tape.entries):
+    if any(entry.kind is EntryKind.GRAD for entry in tape.entries):
         return None  # a gradient from before the step would be found by every call
     call = tape.optimizer_calls[0]
     value_of = {value.name: value.index for value in graph.values}
     entered = {(e.kind, e.name): value_of[e.node.name] for e in tape.entries}
-    names = [recording.around.slots[index].name for index in call.params]
-    if any((Kind.PARAM, name) not in entered for name in names):
+    names = [recording.state.slots[index].name for index in call.params]
+    if any((EntryKind.PARAM, name) not in entered for name in names):
         return None
-    params = [entered[Kind.PARAM, name] for name in names]
+    params = [entered[EntryKind.PARAM, name] for name in names]
     grads = [value_of[node.name] for node in call.grads]
     own = {each.node.name for each in tape.calls if each.in_optimizer}
     ops = [op.index for op in graph.ops if op.name in own]

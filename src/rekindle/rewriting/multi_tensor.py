@@ -15,8 +15,7 @@ from torch import fx
 
 from rekindle.core.graph.graph import Phase, Role, StepGraph
 from rekindle.torch_internals import foreach_add_, foreach_copy_
-from rekindle.tracing.recording import Recording
-from rekindle.tracing.tape import Call
+from rekindle.tracing.tape import Call, Recording
 
 _CAST = torch.ops.aten._to_copy.default
 _COUNT = torch.ops.aten.add_.Tensor

@@ -7,7 +7,7 @@ from rekindle.core.rewrite.backward_order import free_first
 from rekindle.core.rewrite.improve import combine, update_early, write_in_place
 from rekindle.rewriting import multi_tensor
 from rekindle.rewriting.early_updates import find_updates
-from rekindle.tracing.recording import Recording
+from rekindle.tracing.tape import Recording
 
 
 def improved(recording: Recording, graph: StepGraph) -> StepGraph:

@@ -23,8 +23,7 @@ from rekindle.rewriting import multi_tensor
 from rekindle.rewriting.apply_schedule import RewrittenStep
 from rekindle.torch_internals import OpOverload
 from rekindle.tracing import operators, rng
-from rekindle.tracing.recording import Recording
-from rekindle.tracing.tape import Call, Kind, OptimizerCall
+from rekindle.tracing.tape import Call, EntryKind, OptimizerCall, Recording
 
 Mark = tuple[Any, ...]
 
@@ -164,7 +163,7 @@ class _Paper:
             found = self._update(self.listing.optimizer_calls[node], self.params, grads)
             for slot, seen in found:
                 if seen not in self.updates.get(slot, ())[:1]:
-                    name = self.recording.around.slots[slot].name
+                    name = self.recording.state.slots[slot].name
                     raise RewriteError(f"{node.name} does not update {name} as was recorded")
                 self.updates[slot].pop(0)
             return
@@ -235,7 +234,7 @@ class _Paper:
         """Let the optimizer change parameters; for each slot, what was there and its gradient."""
         found: list[tuple[int, Any]] = []
         for slot, grad in zip(call.params, grads, strict=True):
-            param = params.get(self.recording.around.slots[slot].name)
+            param = params.get(self.recording.state.slots[slot].name)
             found.append((slot, (param and param.seen(), grad.seen())))
             if param is not None:
                 param.memory.mark = ("updated", param.memory.mark)
@@ -243,7 +242,7 @@ class _Paper:
 
     def _params(self, env: dict[fx.Node, _Tensor]) -> dict[str, _Tensor]:
         """The parameters by name, of what is there before the step."""
-        names = {e.node.name: e.name for e in self._entries() if e.kind is Kind.PARAM}
+        names = {e.node.name: e.name for e in self._entries() if e.kind is EntryKind.PARAM}
         return {names[t.name]: t for t in env.values() if t.name in names}
 
     def _is_state(self, node: fx.Node) -> bool:

@@ -30,7 +30,7 @@ import rekindle
 from rekindle import models
 from rekindle.errors import InfeasibleBudget
 from rekindle.measuring.measure import device_name
-from rekindle.measuring.timing import Measurement, measure, tensors_around
+from rekindle.measuring.timing import Measurement, measure, resident_tensors
 from rekindle.report.sweep_report import (
     CHECKPOINT,
     COMPILE,
@@ -115,7 +115,7 @@ class _Ready(NamedTuple):
             device=torch.device(work.device),
             steps=steps,
             warmup=_WARM_UP,
-            around=lambda: tensors_around(work.model, work.optimizer, work.batch),
+            resident=lambda: resident_tensors(work.model, work.optimizer, work.batch),
         )
 
 

@@ -1,1 +1,1 @@
-"""The only layer that touches torch: captures a step, lifts it to the IR, and runs it."""
+"""Traces a training step on fake tensors, and lifts the recording to a torch-free graph."""

@@ -1,100 +1,82 @@
-"""Takes batches and results apart into tensors and everything else, and puts them together again.
+"""Splits batches and results into tensors and a hashable structure, and rebuilds them.
 
-On top of what torch's own pytree knows (tuples, lists, dicts, named tuples, registered classes),
-any other mapping that can be built from a dict and any dataclass is taken apart, so that a
-tokenizer's batch or the user's own batch class works as it is.
+torch's pytree handles tuples, lists, dicts, named tuples and registered classes. In addition, any
+other mapping that can be built from a dict and any dataclass is taken apart, so that a tokenizer's
+batch or the user's own batch class works.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from rekindle.torch_internals import pytree
 
+_TENSOR = object()
+_CONSTANTS = (
+    *(type(None), bool, int, float, complex, str, bytes),
+    *(torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout),
+)
+
 
 class Flat(NamedTuple):
-    """A tree taken apart: its tensors, and a hashable key of all else."""
+    """A tree's tensors, and its structure without them."""
 
     tensors: list[torch.Tensor]
     structure: Structure
 
 
 class Structure(NamedTuple):
-    """What remains of a tree without its tensors. Equal structures rebuild equal trees."""
+    """A tree without its tensors. Equal structures rebuild equal trees."""
 
-    leaves: tuple[Any, ...]  # _TENSOR where a tensor was
+    leaves: tuple[Any, ...]  # _TENSOR in place of a tensor
     spec: Any
 
     def key(self) -> tuple[Any, ...]:
-        """A hashable key that, unlike plain equality, tells 1 from 1.0 and True."""
+        """A hashable key that, unlike plain equality, distinguishes 1 from 1.0 and True."""
         return (self.spec, *(_leaf_key(leaf) for leaf in self.leaves))
 
-    def rebuild(self, tensors: list[torch.Tensor]) -> Any:
-        """The tree again, with these tensors in place of the old ones."""
+    def rebuild(self, tensors: Iterable[torch.Tensor]) -> Any:
+        """The tree with these tensors."""
         rest = iter(tensors)
-        leaves = [
-            next(rest)
-            if leaf is _TENSOR
-            else leaf.rebuild(rest)
-            if isinstance(leaf, _Container)
-            else leaf
-            for leaf in self.leaves
-        ]
+        leaves: list[Any] = []
+        for leaf in self.leaves:
+            if leaf is _TENSOR:
+                leaves.append(next(rest))
+            else:
+                leaves.append(leaf.rebuild(rest) if isinstance(leaf, _Container) else leaf)
         return pytree.tree_unflatten(leaves, self.spec)
 
 
 def _leaf_key(leaf: Any) -> tuple[Any, ...]:
     if isinstance(leaf, _Container):
-        return leaf.build, leaf.inner.key()
-    if isinstance(leaf, float):  # so that -0.0 is not 0.0, and NaN is NaN
+        return leaf.kind, leaf.content.key()
+    if isinstance(leaf, float):  # -0.0 is not 0.0, and NaN equals NaN
         return float, leaf.hex()
     return type(leaf), leaf
 
 
 class _Container(NamedTuple):
-    """An object that pytree does not know, as the dict of what it holds."""
+    """A mapping or dataclass that pytree does not know, as the dict of its content."""
 
-    build: Callable[[dict[str, Any]], Any]
-    inner: Structure
-
-    def rebuild(self, tensors: Any) -> Any:
-        count = _count(self.inner)
-        return self.build(self.inner.rebuild([next(tensors) for _ in range(count)]))
-
-
-_TENSOR = object()
-
-
-def _count(structure: Structure) -> int:
-    return sum(
-        1 if leaf is _TENSOR else _count(leaf.inner) if isinstance(leaf, _Container) else 0
-        for leaf in structure.leaves
-    )
-
-
-class _FromMapping(NamedTuple):
     kind: type
+    content: Structure
 
-    def __call__(self, data: dict[str, Any]) -> Any:
-        return self.kind(data)
-
-
-class _FromFields(NamedTuple):
-    kind: type
-
-    def __call__(self, data: dict[str, Any]) -> Any:
+    def rebuild(self, tensors: Iterator[torch.Tensor]) -> Any:
+        content = self.content.rebuild(tensors)
+        if issubclass(self.kind, Mapping):
+            return self.kind(content)  # type: ignore[call-arg]
         instance: Any = object.__new__(self.kind)
-        for name, value in data.items():
+        for name, value in content.items():
             object.__setattr__(instance, name, value)
         return instance
 
 
 def flatten(tree: Any) -> Flat:
-    """Take a tree apart.
+    """Split a tree.
 
     >>> flat = flatten({"x": torch.ones(2), "scale": 3})
     >>> len(flat.tensors), flat.structure.rebuild([torch.zeros(1)])
@@ -107,37 +89,29 @@ def flatten(tree: Any) -> Flat:
         if isinstance(leaf, torch.Tensor):
             tensors.append(leaf)
             kept.append(_TENSOR)
-        elif (container := _open(leaf)) is not None:
-            build, content = container
+        elif (content := _content(leaf)) is not None:
             inner = flatten(content)
             tensors.extend(inner.tensors)
-            kept.append(_Container(build, inner.structure))
+            kept.append(_Container(type(leaf), inner.structure))
         else:
             kept.append(leaf)
     return Flat(tensors, Structure(tuple(kept), spec))
 
 
-def _open(leaf: Any) -> tuple[Any, dict[str, Any]] | None:
+def _content(leaf: Any) -> dict[str, Any] | None:
     if isinstance(leaf, Mapping):
-        return _FromMapping(type(leaf)), dict(leaf)
+        return dict(leaf)
     if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-        fields = {f.name: getattr(leaf, f.name) for f in dataclasses.fields(leaf)}
-        return _FromFields(type(leaf)), fields
+        return {f.name: getattr(leaf, f.name) for f in dataclasses.fields(leaf)}
     return None
 
 
 def opaque_leaves(structure: Structure) -> list[Any]:
-    """The leaves that may hide tensors or change unseen: anything but plain constants."""
+    """The leaves that are not plain constants: they may hide tensors, or change unnoticed."""
     found: list[Any] = []
     for leaf in structure.leaves:
         if isinstance(leaf, _Container):
-            found.extend(opaque_leaves(leaf.inner))
+            found.extend(opaque_leaves(leaf.content))
         elif leaf is not _TENSOR and not isinstance(leaf, _CONSTANTS):
             found.append(leaf)
     return found
-
-
-_CONSTANTS = (
-    *(type(None), bool, int, float, complex, str, bytes),
-    *(torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout),
-)

@@ -1,9 +1,9 @@
-"""Lets a step on the CPU choose the operators that a GPU would run, for forecasts without a GPU.
+"""Makes a step on the CPU call the operators that a GPU would run, for forecasts without a GPU.
 
-Torch cannot run a backward pass over fake CUDA tensors where there is no driver, so the graph is
-captured on the CPU. What differs there is put right while the step runs: attention is one fused
-operator, dropout keeps a mask of one byte an element, autocast leaves normalisations and the like
-in float32, and optimizers take their multi-tensor form.
+Without a CUDA driver, torch cannot run a backward pass over fake CUDA tensors, so the step is
+traced on the CPU, with the differences corrected: attention is one fused operator, dropout keeps a
+mask of one byte per element, autocast leaves normalisations and similar functions in float32, and
+optimizers use their foreach implementation.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ATTENTION, _DROPOUT = F.scaled_dot_product_attention, F.dropout
 _CROSS_ENTROPY = F.cross_entropy
 _HALF = (torch.bfloat16, torch.float16)
 
-# What CUDA's autocast runs in float32 and the CPU's does not.
+# Functions that CUDA's autocast runs in float32, and the CPU's does not.
 _FLOAT32_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
     {
         *(F.layer_norm, F.group_norm, F.softmax, F.log_softmax, F.softplus, F.softmin),
@@ -37,22 +37,22 @@ _FLOAT32_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
 
 
 @contextmanager
-def as_on_gpu() -> Iterator[None]:
-    """Everything below, for as long as the step runs."""
+def gpu_operators() -> Iterator[None]:
+    """Call the GPU's operators inside the block."""
     with ExitStack() as stack:
         for name, module in list(sys.modules.items()):
             if name.startswith("torch.optim.") and hasattr(module, "_default_to_fused_or_foreach"):
-                choose = replaced(module, "_default_to_fused_or_foreach", _multi_tensor)
+                choose = replaced(module, "_default_to_fused_or_foreach", _choose_foreach)
                 stack.enter_context(choose)
-        # Twice: for callers that took the function from its module, and for torch's own modules.
+        # Both: for callers that imported the functions, and for torch's own modules.
         stack.enter_context(_GpuOperators())
         stack.enter_context(replaced(F, "scaled_dot_product_attention", _attention))
         stack.enter_context(replaced(F, "dropout", _dropout))
         yield
 
 
-def _multi_tensor(*args: Any, **kwargs: Any) -> tuple[bool, bool]:
-    """An optimizer's own choice on a GPU: not fused, but foreach."""
+def _choose_foreach(*args: Any, **kwargs: Any) -> tuple[bool, bool]:
+    """An optimizer's choice on a GPU: not fused, but foreach."""
     return False, True
 
 
@@ -83,7 +83,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """Under CUDA's autocast the log-softmax stays in half precision, and the loss casts it."""
+    """CUDA's autocast runs the log-softmax in half precision and casts for the loss."""
     rest = (weight, size_average, ignore_index, reduce, reduction)
     if label_smoothing or logits.dtype not in _HALF or target.is_floating_point():
         return _CROSS_ENTROPY(logits, target, *rest, label_smoothing)
@@ -115,8 +115,8 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Fused attention: flash in half precision without a mask, memory-efficient otherwise."""
-    if query.dim() != 4:  # nor is it fused on a GPU
+    """Fused attention: flash in half precision without a mask, else memory-efficient."""
+    if query.dim() != 4:  # not fused on a GPU, either
         return _ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")

@@ -1,4 +1,4 @@
-"""Fake results of operators that torch describes wrongly or not at all.
+"""Fake results of operators for which torch's own are wrong or missing.
 
 Everything here runs under a `FakeTensorMode`, so nothing is allocated.
 """
@@ -13,36 +13,37 @@ import torch
 from rekindle.torch_internals import OpOverload
 
 
-def run(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call an operator on fake tensors."""
-    special = _SPECIAL.get(op._schema.name)
-    return special(op, *args) if special is not None else op(*args, **kwargs)
+    override = _OVERRIDES.get(op._schema.name)
+    return override(op, *args) if override is not None else op(*args, **kwargs)
 
 
 def _onednn_backward(op: OpOverload, *args: Any) -> Any:
-    """oneDNN returns gradients in float32 whatever it is given; torch says in the input's type."""
+    """oneDNN always returns float32 gradients; torch's fakes have the input's dtype."""
     return tuple(torch.empty_like(tensor, dtype=torch.float32) for tensor in op(*args))
 
 
 def _batch_norm(op: OpOverload, *args: Any) -> Any:
-    """Beside weights or statistics in float32, so are mean and deviation; torch says otherwise."""
-    result, mean, deviation = op(*args)
-    if any(isinstance(arg, torch.Tensor) and arg.dtype is torch.float32 for arg in args[1:5]):
-        mean, deviation = (torch.empty_like(t, dtype=torch.float32) for t in (mean, deviation))
-    return result, mean, deviation
+    """Mean and deviation are float32 if weights or statistics are; torch's fakes are not."""
+    return _float32_statistics(op(*args), args[1:5])
 
 
 def _norm(op: OpOverload, *args: Any) -> Any:
-    """The same of layer norms and group norms beside weights in float32, on the CPU."""
-    result, mean, deviation = op(*args)
-    given = [arg for arg in args[1:4] if isinstance(arg, torch.Tensor) and arg.device.type == "cpu"]
-    if any(arg.dtype is torch.float32 for arg in given):
+    """The same for layer norm and group norm with float32 weights, on the CPU only."""
+    tensors = [arg for arg in args[1:4] if isinstance(arg, torch.Tensor)]
+    return _float32_statistics(op(*args), [arg for arg in tensors if arg.device.type == "cpu"])
+
+
+def _float32_statistics(results: Any, given: Sequence[Any]) -> Any:
+    result, mean, deviation = results
+    if any(isinstance(arg, torch.Tensor) and arg.dtype is torch.float32 for arg in given):
         mean, deviation = (torch.empty_like(t, dtype=torch.float32) for t in (mean, deviation))
     return result, mean, deviation
 
 
 def _group_norm_backward(op: OpOverload, *args: Any) -> Any:
-    """The gradient of the input has the input's type."""
+    """On the CPU, the gradient of the input has the input's dtype."""
     grad, *others = op(*args)
     if args[1].device.type != "cpu":
         return grad, *others
@@ -50,16 +51,16 @@ def _group_norm_backward(op: OpOverload, *args: Any) -> Any:
 
 
 def _loss(op: OpOverload, *args: Any) -> Any:
-    """A mean or sum that keeps the memory of all it was taken over; torch's fake has a scalar's."""
-    found: torch.Tensor = op(*args)
+    """The reduced loss keeps the storage of the unreduced one; torch's fake has a scalar's."""
+    loss: torch.Tensor = op(*args)
     shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
-    if found.dim() or not shape:
-        return found
-    return found.new_empty(shape).resize_(())
+    if loss.dim() or not shape:
+        return loss
+    return loss.new_empty(shape).resize_(())
 
 
 def _cudnn_forward(op: OpOverload, *args: Any) -> Any:
-    """Given no weight buffer, cuDNN makes one and returns it; torch says it returns none."""
+    """Without a weight buffer, cuDNN creates one and returns it; torch's fake returns none."""
     output, hy, cy, reserve, weight_buffer = op(*args)
     if weight_buffer is None:
         weights: Sequence[torch.Tensor] = args[1]
@@ -68,7 +69,7 @@ def _cudnn_forward(op: OpOverload, *args: Any) -> Any:
 
 
 def _cudnn_backward(op: OpOverload, *args: Any) -> Any:
-    """The weights' gradients lie in one buffer, like the weights; torch has no fake for it."""
+    """The gradients of all weights share one buffer; torch has no fake for this operator."""
     inputs, weights, _, weight_buffer, hx, cx = args[:6]
     buffer, offset, grads = torch.empty_like(weight_buffer), 0, []
     for weight in weights:
@@ -79,7 +80,7 @@ def _cudnn_backward(op: OpOverload, *args: Any) -> Any:
     return torch.empty_like(inputs), torch.empty_like(hx), grad_cx, grads
 
 
-_SPECIAL: dict[str, Callable[..., Any]] = {
+_OVERRIDES: dict[str, Callable[..., Any]] = {
     "aten::mse_loss": _loss,
     "aten::smooth_l1_loss": _loss,
     "aten::soft_margin_loss": _loss,

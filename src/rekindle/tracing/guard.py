@@ -1,9 +1,9 @@
-"""Checks before each step that the user's objects are as they were captured, values aside.
+"""Checks before each step that the user's objects have not changed since the capture.
 
-A captured step holds for the tensors' forms, for which places share a tensor, and for all that
-modules are set to: their mode, constants such as a dropout's probability, their parts and their
-hooks. Hundreds of objects are looked at before the first kernel starts, so this has to be quick:
-lists are compared as wholes, which for unchanged objects goes by identity.
+A captured step is valid for the tensors' shapes and dtypes, for which weights are tied, and for
+the modules' attributes: their mode, constants such as a dropout's probability, submodules and
+hooks. Values of tensors may change. Hundreds of objects are checked before the first kernel starts,
+so this has to be fast: whole lists are compared, which unchanged objects pass by identity.
 """
 
 from __future__ import annotations
@@ -17,64 +17,58 @@ import torch
 from torch import nn
 
 from rekindle.tracing import batch_tree
-from rekindle.tracing.recording import Recording
+from rekindle.tracing.tape import Recording
 
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_requires_grad = operator.attrgetter("requires_grad")
 
 
 def signature(tensor: torch.Tensor) -> Hashable:
-    """What a capture depends on of a tensor: all but its values."""
+    """The properties of a tensor that a capture depends on: all but its values."""
     return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
 
 
 class Guard:
-    """Fetches the tensors a captured step works on, if all is still as it was captured."""
+    """Fetches the tensors that a captured step works on, if nothing relevant has changed."""
 
     def __init__(self, recording: Recording) -> None:
-        around = recording.around
+        state = recording.state
         self.reason = ""
-        self._places = [(slot.container, slot.key) for slot in around.slots]
-        self._names = [slot.name for slot in around.slots]
-        self._ties = [(slot.container, slot.key) for slot, _ in around.ties]
-        self._tied_to = [index for _, index in around.ties]
-        self._optimizer = around.optimizer
-        self._group_sizes = [len(g["params"]) for g in around.optimizer.param_groups]
-        tensors = [slot.get() for slot in around.slots]
+        self._places = [(slot.container, slot.key) for slot in state.slots]
+        self._names = [slot.name for slot in state.slots]
+        self._ties = [(slot.container, slot.key) for slot, _ in state.ties]
+        self._tied_to = [index for _, index in state.ties]
+        self._optimizer = state.optimizer
+        self._group_sizes = [len(g["params"]) for g in state.optimizer.param_groups]
+        tensors = [slot.get() for slot in state.slots]
         self._signatures = [signature(tensor) for tensor in tensors]
         self._tensor_hooks = _tensor_hooks(tensors)
         self._remember(tensors)
-        self._grads = [(use.slot, use.was_there) for use in recording.grads if use.reads_old]
-        self._effects = [
-            (effect.container, effect.key, _form(effect.before)) for effect in recording.effects
-        ]
+        self._grads = [(use.slot, use.existed) for use in recording.grads if use.reads_old]
+        self._effects = [(e.container, e.key, _without_values(e.before)) for e in recording.effects]
         changing = {(id(effect.container), effect.key) for effect in recording.effects}
-        self._modules = _ModuleForms([*around.modules.items()], changing)
+        self._modules = _ModuleAttributes([*state.modules.items()], changing)
 
     def fetch(self) -> list[torch.Tensor] | None:
-        """The tensor in each slot, or None if something has changed; `reason` then says what."""
+        """The tensor in each slot; None if something has changed, which `reason` explains."""
         try:
             tensors = [container[key] for container, key in self._places]
             tied = [container[key] for container, key in self._ties]
         except (KeyError, IndexError):
-            return self._refuse("a tensor is gone")
+            return self._refuse("a tensor was removed")
         if not all(map(operator.is_, tied, map(tensors.__getitem__, self._tied_to))):
-            return self._refuse("other tensors are tied or grouped together")
+            return self._refuse("other tensors are tied, or parameters were regrouped")
         if [len(group["params"]) for group in self._optimizer.param_groups] != self._group_sizes:
             return self._refuse("the optimizer has other parameters")
-        if not self._are_the_last(tensors) and not self._have_the_form(tensors):
+        if not self._are_unchanged(tensors) and not self._match(tensors):
             return None
         if _tensor_hooks(tensors) != self._tensor_hooks:
             return self._refuse("a tensor has other hooks")
-        if any((tensors[index].grad is not None) != there for index, there in self._grads):
-            return self._refuse("gradients from before the step have come or gone")
-        for container, key, form in self._effects:
-            if _form(container.get(key)) != form:
-                return self._refuse(f"{key} has another form")
+        if any((tensors[index].grad is not None) != existed for index, existed in self._grads):
+            return self._refuse("gradients from before the step were added or cleared")
+        for container, key, before in self._effects:
+            if _without_values(container.get(key)) != before:
+                return self._refuse(f"{key} has another structure, shape or dtype")
         if not self._modules.are_unchanged():
             return self._refuse(self._modules.first_change())
         return tensors
@@ -83,18 +77,19 @@ class Guard:
         self.reason = reason
         return None
 
-    def _are_the_last(self, tensors: list[Any]) -> bool:
-        """Whether these are the very tensors of the last step, with their memory where it was."""
+    def _are_unchanged(self, tensors: list[Any]) -> bool:
+        """True if these are the tensors of the last step, at the same addresses."""
         return (
             all(map(operator.is_, tensors, self._last))
             and list(map(torch.Tensor.data_ptr, tensors)) == self._pointers
             and list(map(_requires_grad, tensors)) == self._requires_grad
         )
 
-    def _have_the_form(self, tensors: list[Any]) -> bool:
+    def _match(self, tensors: list[Any]) -> bool:
+        """True if these tensors have the captured signatures."""
         for tensor, expected, name in zip(tensors, self._signatures, self._names, strict=True):
             if not isinstance(tensor, torch.Tensor) or signature(tensor) != expected:
-                self._refuse(f"{name} has another form")
+                self._refuse(f"{name} has another shape, dtype, device or requires_grad")
                 return False
         self._remember(tensors)
         return True
@@ -105,8 +100,8 @@ class Guard:
         self._requires_grad = list(map(_requires_grad, tensors))
 
 
-class _ModuleForms:
-    """What modules are set to: attributes, parts, hooks. Tensors are the slots' business."""
+class _ModuleAttributes:
+    """The attributes, submodules and hooks of modules. Tensors are checked by their slots."""
 
     def __init__(
         self, modules: list[tuple[str, nn.Module]], changing: set[tuple[int, str]]
@@ -128,11 +123,10 @@ class _ModuleForms:
             self._contents += [module._modules, module._parameters, module._buffers]
             self._contents += [attributes[name] for name in _HOOKS if name in attributes]
         self._sizes = list(map(len, self._contents))
-        parts = [(content, dict(content)) for content in self._contents if content]
         self._parts = [
-            (content, before)
-            for content, before in parts
-            if not any(isinstance(value, torch.Tensor) for value in before.values())
+            (content, dict(content))
+            for content in self._contents
+            if content and not any(isinstance(v, torch.Tensor) for v in content.values())
         ]
 
     @staticmethod
@@ -147,7 +141,7 @@ class _ModuleForms:
         }
 
     def are_unchanged(self) -> bool:
-        """Whether every module is set as it was captured."""
+        """True if no module has changed."""
         try:
             return (
                 all(map(operator.eq, self._plain, self._plain_before))
@@ -157,25 +151,22 @@ class _ModuleForms:
                     self._constants(now, self._changing) == before for now, before in self._mixed
                 )
             )
-        except (RuntimeError, ValueError):  # something that cannot be compared has been replaced
+        except (RuntimeError, ValueError):  # a replaced value cannot be compared
             return False
 
     def first_change(self) -> str:
-        """What has changed, in words."""
+        """A description of the first change."""
         for (path, module), before in zip(self._named, self._all_before, strict=True):
             now = self._constants(module.__dict__, self._changing)
             for key in now.keys() | before.keys():
                 if now.get(key) is not before.get(key) and now.get(key) != before.get(key):
                     name = f"{path}.{key}" if path else key
                     return f"{name} has changed from {before.get(key)!r} to {now.get(key)!r}"
-        return "modules have other parts or hooks"
-
-
-_requires_grad = operator.attrgetter("requires_grad")
+        return "submodules or hooks have changed"
 
 
 def _tensor_hooks(tensors: list[torch.Tensor]) -> list[Any]:
-    """Hooks that users have put on tensors: copies of the few dicts that are there."""
+    """Copies of the dicts of hooks that users registered on tensors."""
     found = zip(
         map(operator.attrgetter("_backward_hooks"), tensors),
         map(operator.attrgetter("_post_accumulate_grad_hooks"), tensors),
@@ -188,8 +179,8 @@ def _tensor_hooks(tensors: list[torch.Tensor]) -> list[Any]:
     ]
 
 
-def _form(value: Any) -> Hashable:
-    """A module's attribute without its values: tensors as signatures, in whatever holds them."""
+def _without_values(value: Any) -> Hashable:
+    """A module's attribute without the values of its tensors."""
     flat = batch_tree.flatten(value)
     leaves = tuple(leaf for leaf in flat.structure.leaves if isinstance(leaf, (int, float, str)))
     return str(flat.structure.spec), leaves, tuple(map(signature, flat.tensors))

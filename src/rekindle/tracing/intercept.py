@@ -1,11 +1,17 @@
-"""Lets the recorder know what passes the dispatcher by: modules, schedulers, random state."""
+"""Replaces parts of torch and transformers while a step is traced.
+
+The dispatcher does not see calls of modules, optimizers and schedulers, nor reads of memory and of
+random state. They are recorded or refused here.
+"""
 
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,35 +34,39 @@ _GENERATOR_MODULES = (
 
 
 @contextmanager
-def watched(
+def intercepted(
     recorder: Recorder,
     modules: dict[str, nn.Module],
     *,
     on_unknown: Callable[[nn.Module], None],
     on_optimizer: Callable[[torch.optim.Optimizer], None],
 ) -> Iterator[None]:
-    """All of the below while the step runs.
+    """Intercept while the step runs.
 
-    `on_unknown` meets modules not in the list, `on_optimizer` each optimizer that is about to step.
+    `on_unknown` is called with modules that are not in `modules`, `on_optimizer` with each
+    optimizer before it steps.
     """
     with ExitStack() as stack:
-        stack.enter_context(_module_paths(recorder, modules, on_unknown))
-        stack.enter_context(_schedulers_refused(recorder))
-        stack.enter_context(_optimizers_watched(on_optimizer))
-        stack.enter_context(_random_state_recorded(recorder))
+        _track_modules(stack, recorder, modules, on_unknown)
+        _refuse_schedulers(stack, recorder)
+        hook = register_optimizer_step_pre_hook(lambda optimizer, *_: on_optimizer(optimizer))
+        stack.callback(hook.remove)
+        _record_random_state(stack, recorder)
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(_MemoryReadsRefused(recorder))
-        stack.enter_context(_quiet(logging.getLogger(FAKE_TENSOR_LOGGER)))
+        logger = logging.getLogger(FAKE_TENSOR_LOGGER)  # logs the user's errors, which are raised
+        stack.callback(logger.setLevel, logger.level)
+        logger.setLevel(logging.CRITICAL)
         stack.enter_context(warnings.catch_warnings())
-        # recurrent layers compare addresses of weights; nothing is read there
+        # Recurrent layers only compare the addresses of their weights.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         torch.clear_autocast_cache()
         yield
 
 
 class _MemoryReadsRefused(TorchFunctionMode):
-    """Refuses what reads a tensor's memory without an operator, be the tensor real or fake."""
+    """Refuses functions that read the memory of a real or fake tensor without an operator."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -68,13 +78,13 @@ class _MemoryReadsRefused(TorchFunctionMode):
         if func == _SET_DATA:
             self._recorder.refuse(
                 "assigns to .data of a tensor",
-                "Change the tensor in place: with torch.no_grad(): p.copy_(new), or p.clamp_(...).",
+                "Write to the tensor in place: with torch.no_grad(): p.copy_(new).",
             )
         if func in _MEMORY_READS:
             self._recorder.refuse(
                 f"reads {_MEMORY_READS[func]} during the step",
-                "The step is captured once, without values: stay with torch operators, or do it "
-                "outside the step: loss = step(batch); print(f'{loss:.3f}').",
+                "The step is captured once, on tensors without values: stay with torch operators, "
+                "or do it outside the step: loss = step(batch); print(f'{loss:.3f}').",
             )
         return func(*args, **(kwargs or {}))
 
@@ -88,13 +98,14 @@ _MEMORY_READS = {
 }
 
 
-@contextmanager
-def _module_paths(
-    recorder: Recorder, modules: dict[str, nn.Module], on_unknown: Callable[[nn.Module], None]
-) -> Iterator[None]:
+def _track_modules(
+    stack: ExitStack,
+    recorder: Recorder,
+    modules: dict[str, nn.Module],
+    on_unknown: Callable[[nn.Module], None],
+) -> None:
     paths = {id(module): path for path, module in modules.items()}
-    stack = recorder.module_path
-    made_here: set[int] = set()  # a module that the step makes for itself is new every time
+    made_here: set[int] = set()  # modules that the step itself creates
     init = nn.Module.__init__
 
     def note_and_init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -106,56 +117,26 @@ def _module_paths(
             paths[id(module)] = type(module).__name__
             if id(module) not in made_here:
                 on_unknown(module)
-        stack.append(paths[id(module)])
+        recorder.module_path.append(paths[id(module)])
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
-        stack.pop()
+        recorder.module_path.pop()
 
-    hooks = (
-        module_hooks.register_module_forward_pre_hook(enter),
-        module_hooks.register_module_forward_hook(leave, always_call=True),
-    )
-    try:
-        with replaced(nn.Module, "__init__", note_and_init):
-            yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    stack.callback(module_hooks.register_module_forward_pre_hook(enter).remove)
+    stack.callback(module_hooks.register_module_forward_hook(leave, always_call=True).remove)
+    stack.enter_context(replaced(nn.Module, "__init__", note_and_init))
 
 
-@contextmanager
-def _optimizers_watched(on_optimizer: Callable[[torch.optim.Optimizer], None]) -> Iterator[None]:
-    handle = register_optimizer_step_pre_hook(lambda optimizer, *_: on_optimizer(optimizer))
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-@contextmanager
-def _quiet(logger: logging.Logger) -> Iterator[None]:
-    """The user's own mistakes come as exceptions; torch also logs them as its failures."""
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-
-
-@contextmanager
-def _schedulers_refused(recorder: Recorder) -> Iterator[None]:
+def _refuse_schedulers(stack: ExitStack, recorder: Recorder) -> None:
     def step(*args: Any, **kwargs: Any) -> None:
         recorder.refuse(
             "steps a learning-rate scheduler inside the training step",
-            "Call scheduler.step() after step(batch), outside: the new rate is used as it is.",
+            "Call scheduler.step() after step(batch), outside: the next step uses the new rate.",
         )
 
-    with ExitStack() as stack:
-        for scheduler in (LRScheduler, *_subclasses(LRScheduler)):
-            if "step" in vars(scheduler):
-                stack.enter_context(replaced(scheduler, "step", step))
-        yield
+    for scheduler in (LRScheduler, *_subclasses(LRScheduler)):
+        if "step" in vars(scheduler):
+            stack.enter_context(replaced(scheduler, "step", step))
 
 
 def _subclasses(cls: type) -> Iterator[type]:
@@ -165,34 +146,58 @@ def _subclasses(cls: type) -> Iterator[type]:
         yield from _subclasses(subclass)
 
 
-@contextmanager
-def _random_state_recorded(recorder: Recorder) -> Iterator[None]:
-    """`torch.utils.checkpoint` saves and restores random state: that belongs on the tape."""
-    with ExitStack() as stack:
-        for module, kind in _GENERATOR_MODULES:
-            get, set_ = _random_state_functions(recorder, module.get_rng_state, kind)
-            stack.enter_context(replaced(module, "get_rng_state", get))
-            stack.enter_context(replaced(module, "set_rng_state", set_))
-        yield
+def _record_random_state(stack: ExitStack, recorder: Recorder) -> None:
+    """Record reads and writes of random state, as `torch.utils.checkpoint` makes them."""
 
+    def patch(module: Any, kind: str) -> None:
+        read_state = module.get_rng_state
 
-def _random_state_functions(
-    recorder: Recorder, real_get: Callable[..., torch.Tensor], kind: str
-) -> tuple[Callable[..., torch.Tensor], Callable[..., None]]:
-    def get(device: Any = kind) -> torch.Tensor:
-        with disable_current_modes():
-            state = real_get() if kind == "cpu" else real_get(device)
-        return recorder.get_random_state(_generator_name(device), state)
+        def get(device: Any = kind) -> torch.Tensor:
+            with disable_current_modes():
+                state = read_state() if kind == "cpu" else read_state(device)
+            return recorder.get_random_state(_generator_name(device), state)
 
-    def set_(new_state: torch.Tensor, device: Any = kind) -> None:
-        recorder.set_random_state(_generator_name(device), new_state)
+        def set_(new_state: torch.Tensor, device: Any = kind) -> None:
+            recorder.set_random_state(_generator_name(device), new_state)
 
-    return get, set_
+        stack.enter_context(replaced(module, "get_rng_state", get))
+        stack.enter_context(replaced(module, "set_rng_state", set_))
+
+    for module, kind in _GENERATOR_MODULES:
+        patch(module, kind)
 
 
 def _generator_name(device: Any) -> str:
-    """A generator's device with its number: "cuda" means the current one."""
+    """The device of a generator, with its index."""
     device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return str(device)
+
+
+# transformers omits attention masks if their values allow it, and reads those values unless they
+# are fake: then it always masks, which may select another attention kernel and round differently.
+# So it is told that no tensor is fake; values that do not depend on data are known anyway. If it
+# reads one that does (a padding mask of the batch), the step is traced again without this, which is
+# correct for every mask.
+
+_TRANSFORMERS_UTILS = "transformers.utils.import_utils"
+
+
+@contextmanager
+def transformers_sees_no_fakes() -> Iterator[None]:
+    """Tell transformers, if it is imported, that no tensor is fake."""
+    module = sys.modules.get(_TRANSFORMERS_UTILS)
+    if module is None or not hasattr(module, "is_fake_tensor"):
+        yield
+        return
+    with replaced(module, "is_fake_tensor", lambda tensor: False):
+        yield
+
+
+def is_in_transformers(filename: str) -> bool:
+    """True if a source file belongs to transformers."""
+    module = sys.modules.get(_TRANSFORMERS_UTILS)
+    if module is None or module.__file__ is None:
+        return False
+    return filename.startswith(str(Path(module.__file__).parents[1]))

@@ -1,4 +1,4 @@
-"""Turns a recorded step into a `StepGraph`: the way out of torch."""
+"""Lifts a recording to a `StepGraph`, which is independent of torch."""
 
 from __future__ import annotations
 
@@ -12,22 +12,21 @@ from rekindle.core.graph.graph import Op, Phase, Role, StepGraph, Storage, Value
 from rekindle.core.graph.roles import assign_roles
 from rekindle.torch_internals import OpOverload
 from rekindle.tracing import operators
-from rekindle.tracing.recording import Recording
-from rekindle.tracing.tape import Call, Kind, OptimizerCall, run_optimizer
+from rekindle.tracing.tape import Call, EntryKind, OptimizerCall, Recording, run_optimizer
 
 _ROLE = {
-    Kind.PARAM: Role.PARAM,
-    Kind.BUFFER: Role.BUFFER,
-    Kind.ATTRIBUTE: Role.BUFFER,
-    Kind.OPT_STATE: Role.OPT_STATE,
-    Kind.BATCH: Role.INPUT,
-    Kind.EXTERNAL: Role.INPUT,
-    Kind.GRAD: Role.GRAD,
+    EntryKind.PARAM: Role.PARAM,
+    EntryKind.BUFFER: Role.BUFFER,
+    EntryKind.ATTRIBUTE: Role.BUFFER,
+    EntryKind.OPT_STATE: Role.OPT_STATE,
+    EntryKind.BATCH: Role.INPUT,
+    EntryKind.EXTERNAL: Role.INPUT,
+    EntryKind.GRAD: Role.GRAD,
 }
 
 
 def lift(recording: Recording) -> StepGraph:
-    """The torch-free graph of a recorded step."""
+    """The graph of a recorded step."""
     return _Lift(recording).graph()
 
 
@@ -60,7 +59,7 @@ class _Lift:
             outputs={self.values[value].storage for value in outputs},
         )
         serials = [call.serial for call in self.tape.calls]
-        touched = {value.storage for value in self.values}  # not those of calls that were dropped
+        touched = {value.storage for value in self.values}  # calls may have been dropped
         held = {
             storage: bisect_right(serials, last) - 1
             for storage, last in self.tape.held_until.items()
@@ -114,7 +113,7 @@ class _Lift:
         )
 
     def _may_overwrite(self, call: Call) -> tuple[int, ...]:
-        """The inputs of the result's form, each a whole storage, if the operator can use one."""
+        """The inputs whose storage the operator can write its result to."""
         target = call.node.target
         if not isinstance(target, OpOverload) or len(call.results) != 1 or call.writes:
             return ()
@@ -142,7 +141,7 @@ class _Lift:
 
     def _add_opaque_optimizer(self, call: OptimizerCall) -> None:
         entries = self.tape.entries
-        state = [e.node for e in entries if e.kind in (Kind.PARAM, Kind.OPT_STATE)]
+        state = [e.node for e in entries if e.kind in (EntryKind.PARAM, EntryKind.OPT_STATE)]
         self.ops.append(
             Op(
                 index=len(self.ops),
@@ -157,7 +156,7 @@ class _Lift:
 
 
 def _target(node: fx.Node) -> str:
-    """What a node calls; functions of our own are told by their name, not their address."""
+    """The name of a node's target; for functions of Rekindle, without their address."""
     target = node.target
     return str(target) if isinstance(target, OpOverload) else f"rekindle.{target.__name__}"  # type: ignore[union-attr]
 
@@ -165,9 +164,9 @@ def _target(node: fx.Node) -> str:
 def _phases(calls: list[Call]) -> list[Phase]:
     """The phase of each call.
 
-    Whatever follows the last backward op is the optimizer's (clipping, averaging). The loss is what
-    a loss function of torch computes, what the step computes from the model's outputs outside any
-    module, and all that follows from these.
+    Calls after the last backward op belong to the optimizer (clipping, averaging). The loss is
+    computed by loss functions of torch, by calls outside modules on the model's outputs, and by
+    calls on the results of these.
     """
     last_backward = max((i for i, call in enumerate(calls) if call.in_backward), default=-1)
     of_model: set[fx.Node] = set()

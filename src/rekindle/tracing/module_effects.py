@@ -1,7 +1,7 @@
-"""What a step does to modules beside changing tensors in place: attributes it sets.
+"""Finds the attributes that a step sets on modules.
 
 A module may replace a buffer, keep a hidden state for the next step, or switch itself to training
-mode. Replaying a step has to do the same.
+mode. Running the captured step has to do the same.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ log = logging.getLogger("rekindle")
 
 Attributes = dict[str, tuple[dict[str, Any], dict[str, Any]]]  # a module's buffers and __dict__
 
+_ABSENT = object()
+
 
 @dataclass(frozen=True)
 class Effect:
-    """`container[key]` gets this value after the step; `before` is what it held when captured."""
+    """The step sets `container[key]`; `before` is the value before the capture."""
 
     name: str
     container: dict[str, Any]
@@ -34,18 +36,17 @@ class Effect:
 
 
 def note_attributes(modules: dict[str, nn.Module]) -> Attributes:
-    """What every module holds, to compare with later."""
+    """The attributes of every module, for a comparison later."""
     return {path: (dict(m._buffers), dict(m.__dict__)) for path, m in modules.items()}
 
 
 def find_effects(
     modules: dict[str, nn.Module], before: Attributes, node_of: Callable[[torch.Tensor], fx.Node]
 ) -> list[Effect]:
-    """The attributes that changed. Counters and the like cannot be replayed: they are named."""
+    """The attributes that the step set. Python numbers cannot be replayed; a warning names them."""
     effects: list[Effect] = []
     for path, module in modules.items():
-        stores = zip((module._buffers, module.__dict__), before[path], strict=True)
-        for store, old in stores:
+        for store, old in zip((module._buffers, module.__dict__), before[path], strict=True):
             for key, value in store.items():
                 if value is old.get(key, _ABSENT):
                     continue
@@ -53,12 +54,9 @@ def find_effects(
                 flat = batch_tree.flatten(value)
                 if not flat.tensors and key != "training":
                     log.warning(
-                        "the step sets %s to %r; a captured step will not do so again", name, value
+                        "the step sets %s to %r; the captured step will not set it", name, value
                     )
                     continue
                 nodes = [node_of(tensor) for tensor in flat.tensors]
                 effects.append(Effect(name, store, key, old.get(key), flat.structure, nodes))
     return effects
-
-
-_ABSENT = object()

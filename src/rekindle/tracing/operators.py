@@ -1,7 +1,7 @@
-"""Facts about operators, read from their schemas and tags.
+"""Properties of operators, from their schemas and tags.
 
-The one thing schemas do not tell is that the older batch-norm operators write to their running
-statistics: `_UNDECLARED_WRITES` holds those, and nothing else.
+The only wrong schemas are those of the older batch-norm operators, which do not declare that they
+write to their running statistics: `_UNDECLARED_WRITES`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _written_places(op: OpOverload) -> tuple[Place, ...]:
 
 
 def written(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors that this call changes.
+    """The tensors that this call writes to.
 
     >>> running = torch.zeros(3)
     >>> call = (torch.ones(2, 3), None, None, running, None, True, 0.1, 1e-5)
@@ -62,7 +62,7 @@ def written(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
 
 
 def written_arguments(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The arguments that this call changes, whatever stands for tensors in it."""
+    """The arguments that this call writes to; they may be FX nodes in place of tensors."""
     if op._schema.name in _UNDECLARED_WRITES:  # these write in training mode only
         training = _places(op, frozenset({"training"}))
         if not all(_argument(args, kwargs, place) for place in training):
@@ -71,15 +71,15 @@ def written_arguments(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def writes_statistics(op: OpOverload) -> bool:
-    """Whether this is a batch norm that writes to its running statistics without saying so."""
+    """True for a batch norm that writes to its running statistics without declaring it."""
     return op._schema.name in _UNDECLARED_WRITES
 
 
 def copy_op(op: OpOverload, device: torch.device, writes: bool) -> OpOverload | None:
-    """The operator that computes a call's first result again from its other results, if any.
+    """The operator that recomputes a call's first result from its other results, if any.
 
-    On CUDA, `native_batch_norm` in training finds mean and variance and then runs this very kernel
-    on them: the bits are the same, and the pass over the input that finds them is saved.
+    On CUDA, `native_batch_norm` in training computes mean and variance and then runs this kernel:
+    the result is the same bit for bit, without the pass over the input for the statistics.
     """
     if op is torch.ops.aten.native_batch_norm.default and device.type == "cuda" and writes:
         return torch.ops.aten.batch_norm_elemt.default
@@ -87,14 +87,14 @@ def copy_op(op: OpOverload, device: torch.device, writes: bool) -> OpOverload | 
 
 
 def copy_arguments(args: tuple[Any, ...], results: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What `copy_op`'s operator is called with, from the call's own arguments and results."""
+    """The arguments of `copy_op`'s operator, from the call's arguments and results."""
     tensor, weight, bias, *_, eps = args
     _, mean, inverse_deviation = results
     return (tensor, weight, bias, mean, inverse_deviation, eps)
 
 
 def is_random(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether this call draws from a random generator; attention without dropout does not."""
+    """True if this call draws from a random generator; attention without dropout does not."""
     if torch.Tag.nondeterministic_seeded not in op.tags:
         return False
     switches = _places(op, frozenset({"dropout_p", "dropout", "train"}))
@@ -104,7 +104,7 @@ def is_random(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 @cache
 def is_bookkeeping(op: OpOverload) -> bool:
-    """Whether a call computes nothing worth recording: profiler marks and metadata queries."""
+    """True for calls that are not recorded: profiler marks and metadata queries."""
     if op.namespace in ("profiler", "prim"):
         return True
     returns_tensors = any("Tensor" in str(result.type) for result in op._schema.returns)
@@ -113,20 +113,28 @@ def is_bookkeeping(op: OpOverload) -> bool:
 
 @cache
 def is_same_tensor(op: OpOverload) -> bool:
-    """Whether the result is the argument again, but for autograd: `detach` and its kin."""
+    """True if the result is the argument, except to autograd: `detach` and similar operators."""
     return op._schema.name in _SAME_TENSOR
 
 
 @cache
 def is_in_place(op: OpOverload) -> bool:
-    """Whether all that the operator returns is arguments it has written to, or nothing."""
+    """True if the operator returns nothing but arguments that it wrote to."""
     returns = op._schema.returns
     return all(result.alias_info is not None and result.alias_info.is_write for result in returns)
 
 
+def _overloads(packet: Any) -> Iterator[OpOverload]:
+    return (getattr(packet, name) for name in packet.overloads())
+
+
+def _arguments(op: OpOverload) -> list[tuple[str, str]]:
+    return [(argument.name, str(argument.type)) for argument in op._schema.arguments]
+
+
 @cache
 def out_of_place(op: OpOverload) -> OpOverload | None:
-    """The operator that does the same as an in-place one, but to a new tensor or view.
+    """The variant of an in-place operator that returns a new tensor or view.
 
     >>> out_of_place(torch.ops.aten.unsqueeze_.default)
     <OpOverload(op='aten.unsqueeze', overload='default')>
@@ -135,19 +143,18 @@ def out_of_place(op: OpOverload) -> OpOverload | None:
     packet = getattr(torch.ops.aten, name.removesuffix("_"), None)
     if packet is None or not name.endswith("_"):
         return None
-    types = [str(argument.type) for argument in op._schema.arguments]
-    for overload in (getattr(packet, each) for each in packet.overloads()):
-        if [str(argument.type) for argument in overload._schema.arguments] == types:
-            return overload
-    return None
+    types = [kind for _, kind in _arguments(op)]
+    return next(
+        (o for o in _overloads(packet) if [kind for _, kind in _arguments(o)] == types), None
+    )
 
 
 @cache
 def overwriting(op: OpOverload) -> OpOverload | None:
-    """The operator that does the same but writes its result into a tensor it is given, `out`.
+    """The `out` variant of an element-wise operator.
 
-    For element-wise operators alone, whose kernels read an element before they write it, so that
-    `out` may be one of the inputs. None where that variant is not a kernel of its own.
+    Its kernel reads an element before it writes it, so that `out` may be one of the inputs. None
+    if the variant has no kernel of its own.
 
     >>> overwriting(torch.ops.aten.threshold_backward.default)
     <OpOverload(op='aten.threshold_backward', overload='grad_input')>
@@ -156,27 +163,24 @@ def overwriting(op: OpOverload) -> OpOverload | None:
     """
     if torch.Tag.pointwise not in op.tags or is_in_place(op) or len(op._schema.returns) != 1:
         return None
-    wanted = [(a.name, str(a.type)) for a in op._schema.arguments]
-    packet = op._overloadpacket
-    for other in (getattr(packet, name) for name in packet.overloads()):
-        *same, out = [(a.name, str(a.type)) for a in other._schema.arguments] or [("", "")]
-        writes = [a for a in other._schema.arguments if a.alias_info and a.alias_info.is_write]
-        if same == wanted and len(writes) == 1 and writes[0].name == out[0]:
-            has_kernel = other.has_kernel_for_dispatch_key
-            keys = DispatchKey
+    for other in _overloads(op._overloadpacket):
+        *same, (last, _) = _arguments(other) or [("", "")]
+        writes = [a.name for a in other._schema.arguments if a.alias_info and a.alias_info.is_write]
+        if same == _arguments(op) and writes == [last]:
+            has_kernel, keys = other.has_kernel_for_dispatch_key, DispatchKey
             is_own = has_kernel(keys.CUDA) and not has_kernel(keys.CompositeExplicitAutograd)
             return other if is_own else None
     return None
 
 
 def last_argument(op: OpOverload) -> str:
-    """The name of an operator's last argument: where `overwriting` writes to."""
+    """The name of an operator's last argument: the `out` of an `overwriting` variant."""
     return str(op._schema.arguments[-1].name)
 
 
 @cache
 def in_place(op: OpOverload) -> OpOverload | None:
-    """The operator that writes an element-wise one's result over its first argument, if any.
+    """The in-place variant of an element-wise operator, if any.
 
     >>> in_place(torch.ops.aten.relu.default)
     <OpOverload(op='aten.relu_', overload='default')>
@@ -186,19 +190,14 @@ def in_place(op: OpOverload) -> OpOverload | None:
     packet = getattr(torch.ops.aten, f"{op._schema.name.partition('::')[2]}_", None)
     if packet is None or op.namespace != "aten":
         return None
-    wanted = [(a.name, str(a.type)) for a in op._schema.arguments]
-    for other in (getattr(packet, name) for name in packet.overloads()):
-        if [(a.name, str(a.type)) for a in other._schema.arguments] == wanted:
-            return other
-    return None
+    return next((o for o in _overloads(packet) if _arguments(o) == _arguments(op)), None)
 
 
 @cache
 def is_composite(op: OpOverload) -> bool:
-    """Whether the operator is written in terms of others, which are what should be recorded.
+    """True if the operator is implemented by other operators, which are recorded in its place.
 
-    Some have a kernel of their own for a device as well, and that is what runs there:
-    `silu_backward`.
+    False if it also has a kernel of its own for a device, as `silu_backward` does.
     """
     keys = DispatchKey
     has_own = any(op.has_kernel_for_dispatch_key(key) for key in (keys.CPU, keys.CUDA))
@@ -206,7 +205,7 @@ def is_composite(op: OpOverload) -> bool:
 
 
 def flops(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    """Floating-point operations of this call, two for each multiply-add; 0 for element-wise ops.
+    """Floating-point operations of this call: two per multiply-add, 0 for element-wise operators.
 
     >>> a, b = torch.ones(2, 3), torch.ones(3, 5)
     >>> flops(torch.ops.aten.mm.default, (a, b), {}, a @ b)
@@ -222,7 +221,7 @@ def tensors(tree: Any) -> Iterator[torch.Tensor]:
 
 
 def map_tensors(tree: Any, function: Callable[[torch.Tensor], Any]) -> Any:
-    """The same tree of operator arguments with each tensor replaced."""
+    """A tree of operator arguments with each tensor replaced."""
     if isinstance(tree, torch.Tensor):
         return function(tree)
     if isinstance(tree, (tuple, list)):

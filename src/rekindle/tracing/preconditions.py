@@ -1,4 +1,4 @@
-"""What a step must be like to be captured, and what to tell the user otherwise."""
+"""Checks whether a step can be captured; if not, errors say what to write instead."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rekindle.tracing.user_line import Line
 
 
 class Checks:
-    """Refusals that name the line on which the step is defined."""
+    """Each check raises a CaptureError that names the line on which the step is defined."""
 
     def __init__(self, step_line: Line) -> None:
         self._step_line = step_line
@@ -28,45 +28,44 @@ class Checks:
         raise CaptureError(problem, filename=filename, lineno=lineno, advice=advice)
 
     def devices(self, params: Iterable[torch.Tensor]) -> None:
-        """The model lies on one device."""
+        """The model is on one device."""
         devices = sorted({str(param.device) for param in params})
         if len(devices) > 1:
             self._refuse(
-                f"the model lies on {len(devices)} devices: {', '.join(devices)}",
+                f"the model is on {len(devices)} devices: {', '.join(devices)}",
                 "Rekindle plans the memory of one device: move the model with "
-                f'model.to("{devices[-1]}") before building the optimizer.',
+                f'model.to("{devices[-1]}") before you create the optimizer.',
             )
 
     def modules(self, modules: dict[str, nn.Module]) -> None:
-        """Modules are ready, and none keeps random state where it cannot be seen."""
+        """All parameters are initialised, and no RNN has dropout inside cuDNN."""
         for path, module in modules.items():
             if any(isinstance(p, UninitializedParameter) for p in module._parameters.values()):
                 self._refuse(
                     f"{path or type(module).__name__} has parameters that are not initialised yet",
-                    "Run the model on a batch once before: lazy modules take their shapes from it.",
+                    "Run the model once on a batch first: lazy modules take their shapes from it.",
                 )
             if isinstance(module, nn.RNNBase) and _draws_inside_cudnn(module):
                 self._refuse(
                     f"{path or type(module).__name__} has dropout between its layers, for which "
                     "cuDNN keeps a random state of its own",
-                    "Write one layer a module with nn.Dropout between them, or switch cuDNN off "
-                    "with torch.backends.cudnn.enabled = False.",
+                    "Use one module per layer with nn.Dropout between them, or switch cuDNN off: "
+                    "torch.backends.cudnn.enabled = False.",
                 )
 
     def batch(self, structure: batch_tree.Structure) -> None:
-        """The batch is made of tensors and constants."""
-        for leaf in batch_tree.opaque_leaves(structure):
-            self._refuse(
-                f"the batch holds a {type(leaf).__name__}, which Rekindle cannot look into",
-                "Pass tensors and plain numbers, in tuples, lists, dicts or dataclasses.",
-            )
+        """The batch consists of tensors and constants."""
+        self._leaves(structure, "the batch contains", "Pass tensors and plain numbers")
 
     def result(self, structure: batch_tree.Structure) -> None:
-        """The result is made of tensors and constants."""
+        """The result consists of tensors and constants."""
+        self._leaves(structure, "the step returns", "Return tensors")
+
+    def _leaves(self, structure: batch_tree.Structure, problem: str, advice: str) -> None:
         for leaf in batch_tree.opaque_leaves(structure):
             self._refuse(
-                f"the step returns a {type(leaf).__name__}, which Rekindle cannot look into",
-                "Return tensors, in tuples, lists, dicts or dataclasses.",
+                f"{problem} a {type(leaf).__name__}, which Rekindle cannot look into",
+                f"{advice}, in tuples, lists, dicts or dataclasses.",
             )
 
     def trains(self, tape: Tape) -> None:
@@ -79,31 +78,31 @@ class Checks:
         if not tape.optimizer_calls:
             self._refuse(
                 "the step never calls optimizer.step()",
-                "Call optimizer.step() of the optimizer that you hand to Rekindle, in the step.",
+                "Call optimizer.step() in the step, on the optimizer that you pass to Rekindle.",
             )
 
-    def gradients_stay_inside(self, outside: Iterable[torch.Tensor]) -> None:
-        """No tensor outside the model and the optimizer has got a gradient."""
+    def no_outside_gradients(self, outside: Iterable[torch.Tensor]) -> None:
+        """Only tensors of the model and the optimizer get a gradient."""
         if any(tensor.grad is not None for tensor in outside):
             self._refuse(
                 "backward() reaches a tensor that is neither in the model nor in the optimizer",
                 "Make it part of the model, or freeze it with requires_grad_(False); for a "
-                "gradient of the batch, call torch.autograd.grad(...) and return what it gives.",
+                "gradient of the batch, call torch.autograd.grad(...) and return its result.",
             )
 
-    def flags_stay(self, before: Iterable[tuple[Slot, bool]]) -> None:
-        """No parameter was frozen or thawed on the way."""
+    def requires_grad_unchanged(self, before: Iterable[tuple[Slot, bool]]) -> None:
+        """The step freezes and unfreezes no parameter."""
         for slot, requires_grad in before:
             if slot.get().requires_grad != requires_grad:
                 self._refuse(
                     f"the step changes requires_grad of {slot.name}",
-                    "Freeze and thaw parameters between steps, outside: the next step follows.",
+                    "Freeze and unfreeze parameters between steps, outside the step.",
                 )
 
-    def batch_is_not_shared(
+    def batch_memory_is_distinct(
         self, tensors: list[torch.Tensor], nodes: list[fx.Node], tape: Tape
     ) -> None:
-        """A batch that the step writes to has no memory twice."""
+        """The tensors of a batch that the step writes to do not share memory."""
         written = {tape.metas[node].storage for call in tape.calls for node in call.writes}
         if written.isdisjoint(tape.metas[node].storage for node in nodes):
             return
@@ -111,33 +110,33 @@ class Checks:
         if len(set(pointers)) < len(pointers):
             self._refuse(
                 "the step writes to a batch whose tensors share memory",
-                "Write out of place (x = x + 1, not x += 1), or clone what the batch shares.",
+                "Write out of place (x = x + 1, not x += 1), or clone the tensors that share it.",
             )
 
-    def settings_stay(self, before: list[dict[str, Any]], after: list[dict[str, Any]]) -> None:
-        """The optimizer's settings are those from before the step."""
+    def settings_unchanged(self, before: list[dict[str, Any]], after: list[dict[str, Any]]) -> None:
+        """The step does not change the optimizer's settings."""
         if before != after:
             self._refuse(
                 "the step changes the optimizer's settings",
-                "Change learning rates and the like between steps, outside: they are used as is.",
+                "Change learning rates and other settings between steps, outside the step.",
             )
 
     def randomness(self, sandbox: Sandbox) -> None:
-        """Only torch's operators have drawn random numbers."""
-        if sandbox.moved_generators():
+        """Only torch's operators draw random numbers, and no generator is seeded."""
+        if sandbox.seeded_torch():
             self._refuse(
                 "the step seeds a random generator",
-                "Call torch.manual_seed outside the step: every step continues the stream.",
+                "Call torch.manual_seed outside the step; each step continues the random stream.",
             )
-        if not sandbox.python_random.is_unchanged():
+        if sandbox.used_python_random():
             self._refuse(
                 "the step draws from Python's or numpy's random generator",
-                "Draw with torch (torch.rand, torch.randint), which becomes part of the graph.",
+                "Draw with torch (torch.rand, torch.randint), which the capture can record.",
             )
 
 
 def settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The optimizer's settings, group by group."""
+    """The optimizer's settings by group."""
     return [
         {key: value for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups

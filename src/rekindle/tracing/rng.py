@@ -1,7 +1,7 @@
-"""Reading and setting random generators: a device's default one by name, or the user's own.
+"""Reads and sets random generators: a device's default one by name, or the user's own.
 
-A step that saves and restores random state itself, as `torch.utils.checkpoint` does, has
-`get_state` and `set_state` in its graph.
+`get_state` and `set_state` are calls in the graph of a step that saves and restores random state
+itself, as `torch.utils.checkpoint` does.
 """
 
 from __future__ import annotations
@@ -28,14 +28,9 @@ def set_state(device: str, state: torch.Tensor) -> None:
 def read(source: torch.Generator | str) -> torch.Tensor:
     """The state of a generator, or of a device's default one.
 
-    It lies in numpy's memory: in torch's, the 5 KB of a CPU generator would count as the step's.
+    It is in numpy's memory: in torch's, the 5 KB of a CPU generator would count as the step's.
     """
     return torch.from_numpy(generator_of(source).get_state().numpy().copy())
-
-
-def write(source: torch.Generator | str, state: torch.Tensor) -> None:
-    """Set the state of a generator, or of a device's default one."""
-    generator_of(source).set_state(state)
 
 
 def generator_of(source: torch.Generator | str) -> torch.Generator:
@@ -56,10 +51,10 @@ def replay(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call a function with the generator in an earlier state; it then goes on where it was."""
-    now = read(source)
-    write(source, state)
+    """Call a function with the generator in an earlier state, then put back its present state."""
+    generator, now = generator_of(source), read(source)
+    generator.set_state(state)
     try:
         return function(*args, **kwargs)
     finally:
-        write(source, now)
+        generator.set_state(now)

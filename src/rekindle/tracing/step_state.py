@@ -1,39 +1,51 @@
-"""Finds every tensor a step may touch beside its batch, and where to look it up anew each time.
+"""Finds the tensors that a step uses besides its batch, and how to look them up before each step.
 
 A `Slot` is a place, not a tensor: `load_state_dict(assign=True)` or a module that replaces its
-buffer puts another tensor there, and the next step must see it.
+buffer puts another tensor there, and the next step must use that one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 
 import torch
 from torch import nn
 
 from rekindle.tracing import batch_tree
-from rekindle.tracing.tape import Kind
+
+
+class EntryKind(Enum):
+    """The kinds of tensors that enter a step."""
+
+    PARAM = "param"
+    BUFFER = "buffer"
+    ATTRIBUTE = "attribute"  # a tensor that a module holds as a plain attribute
+    GRAD = "grad"  # a gradient from before the step
+    OPT_STATE = "state"
+    BATCH = "batch"
+    EXTERNAL = "external"  # tensors in closures and globals
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where a tensor lives: `container[key]`, which may be a module's dict or a group's list."""
+    """The place of a tensor: `container[key]`, where the container may be a module's dict."""
 
-    kind: Kind
+    kind: EntryKind
     name: str
     container: Any
     key: Any
 
     def get(self) -> torch.Tensor:
-        """The tensor that is there now."""
+        """The tensor in this place now."""
         tensor: torch.Tensor = self.container[self.key]
         return tensor
 
 
 class StepState:
-    """The modules, parameters and other tensors around a step."""
+    """The modules, the optimizer and the tensors that a step works on."""
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, others: list[nn.Module]
@@ -45,21 +57,21 @@ class StepState:
             self.add_module(module)
         self.slots: list[Slot] = []
         self.ties: list[tuple[Slot, int]] = []  # further places of a tensor, and its slot
-        slot_of: dict[int, int] = {}  # by the identity of the tensor: tied weights are one
+        slot_of: dict[int, int] = {}  # by identity of the tensor: tied weights have one slot
         trained = {id(param) for group in optimizer.param_groups for param in group["params"]}
         for slot in self._all_slots():
-            if id(slot.get()) in trained:  # a plain tensor that a module holds may be, too
-                slot = replace(slot, kind=Kind.PARAM)
+            if id(slot.get()) in trained:  # may be a plain tensor attribute
+                slot = replace(slot, kind=EntryKind.PARAM)
             index = slot_of.setdefault(id(slot.get()), len(self.slots))
             if index == len(self.slots):
                 self.slots.append(slot)
             else:
                 self.ties.append((slot, index))
         self._slot_of = {key: self.slots[index] for key, index in slot_of.items()}
-        self._born_later: dict[int, tuple[Kind, str]] = {}
+        self._created_later: dict[int, tuple[EntryKind, str]] = {}
 
     def add_module(self, module: nn.Module) -> list[str]:
-        """Take in a module from outside the model, with its parts; returns their names."""
+        """Add a module from outside the model and its submodules; returns the names of new ones."""
         known = {id(each) for each in self.modules.values()}
         root = f"{type(module).__name__}{len(self.modules)}"
         new = {p: m for p, m in module.named_modules(prefix=root) if id(m) not in known}
@@ -67,12 +79,12 @@ class StepState:
         return list(new)
 
     def params(self) -> dict[int, torch.Tensor]:
-        """The parameters, by their slots' positions in `slots`."""
-        return {i: slot.get() for i, slot in enumerate(self.slots) if slot.kind is Kind.PARAM}
+        """The parameters, by their index in `slots`."""
+        return {i: slot.get() for i, slot in enumerate(self.slots) if slot.kind is EntryKind.PARAM}
 
     @staticmethod
     def has_tensors(module: nn.Module) -> bool:
-        """Whether a module itself holds tensors in any way that is followed."""
+        """True if the module itself holds a tensor, in its registries or its attributes."""
         return any(True for _ in _module_slots("", module))
 
     def _all_slots(self) -> Iterator[Slot]:
@@ -82,47 +94,45 @@ class StepState:
         for index, group in enumerate(self.optimizer.param_groups):
             for position in range(len(group["params"])):
                 name = f"optimizer.group{index}.{position}"
-                yield Slot(Kind.PARAM, name, groups, (index, position))
+                yield Slot(EntryKind.PARAM, name, groups, (index, position))
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Every real tensor that is there before the step: slots, gradients, optimizer state."""
+        """Every real tensor from before the step: slots, gradients, optimizer state."""
         yield from (slot.get() for slot in self.slots)
         yield from (param.grad for param in self.params().values() if param.grad is not None)
         yield from (state for _, state in self.optimizer_state())
 
-    def name_of(self, tensor: torch.Tensor) -> tuple[Kind, str] | None:
-        """What a real tensor is called, if it has a place in a module or the optimizer."""
+    def name_of(self, tensor: torch.Tensor) -> tuple[EntryKind, str] | None:
+        """The kind and name of a real tensor that belongs to a module or the optimizer."""
         slot = self._slot_of.get(id(tensor))
         if slot is not None:
             return slot.kind, slot.name
-        if id(tensor) not in self._born_later:
-            self._born_later = dict(self._grads_and_state())
-        return self._born_later.get(id(tensor))
+        if id(tensor) not in self._created_later:
+            self._created_later = dict(self._grads_and_state())
+        return self._created_later.get(id(tensor))
 
-    def _grads_and_state(self) -> Iterator[tuple[int, tuple[Kind, str]]]:
+    def _grads_and_state(self) -> Iterator[tuple[int, tuple[EntryKind, str]]]:
         for index, param in self.params().items():
             if param.grad is not None:
-                yield id(param.grad), (Kind.GRAD, self.slots[index].name)
+                yield id(param.grad), (EntryKind.GRAD, self.slots[index].name)
         for name, state in self.optimizer_state():
-            yield id(state), (Kind.OPT_STATE, name)
+            yield id(state), (EntryKind.OPT_STATE, name)
 
     def optimizer_state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor in the optimizer's state, by the name of its parameter."""
+        """Every tensor in the optimizer's state, with a name made from its parameter's."""
         for owner, state in self.optimizer.state.items():
             slot = self._slot_of.get(id(owner))
             prefix = slot.name if slot is not None else "optimizer"
-            items = state.items() if isinstance(state, dict) else ()
-            for key, value in items:
+            for key, value in state.items() if isinstance(state, dict) else ():
                 if isinstance(value, torch.Tensor):
                     yield f"{prefix}.{key}", value
 
 
 def _module_slots(prefix: str, module: nn.Module) -> Iterator[Slot]:
-    """The places where a module itself holds tensors."""
-    stores: list[tuple[Kind, dict[str, Any]]] = [
-        (Kind.PARAM, module._parameters),
-        (Kind.BUFFER, module._buffers),
-        (Kind.ATTRIBUTE, module.__dict__),
+    stores: list[tuple[EntryKind, dict[str, Any]]] = [
+        (EntryKind.PARAM, module._parameters),
+        (EntryKind.BUFFER, module._buffers),
+        (EntryKind.ATTRIBUTE, module.__dict__),
     ]
     for kind, store in stores:
         for key, value in store.items():
@@ -130,28 +140,28 @@ def _module_slots(prefix: str, module: nn.Module) -> Iterator[Slot]:
                 yield Slot(kind, prefix + key, store, key)
             elif isinstance(value, (tuple, list, dict)) and not key.startswith("_"):
                 for number in range(len(batch_tree.flatten(value).tensors)):
-                    inside = _Inside(store, key)
-                    yield Slot(Kind.ATTRIBUTE, f"{prefix}{key}.{number}", inside, number)
+                    nested = _NestedTensors(store, key)
+                    yield Slot(EntryKind.ATTRIBUTE, f"{prefix}{key}.{number}", nested, number)
 
 
-class _Inside:
-    """The tensors inside a tuple, list or dict that a module holds, whichever it holds now."""
+@dataclass(frozen=True, slots=True)
+class _NestedTensors:
+    """The tensors in a tuple, list or dict that is a module's attribute now."""
 
-    def __init__(self, store: dict[str, Any], key: str) -> None:
-        self._store = store
-        self._key = key
+    store: dict[str, Any]
+    key: str
 
     def __getitem__(self, number: int) -> torch.Tensor:
-        return batch_tree.flatten(self._store[self._key]).tensors[number]
+        return batch_tree.flatten(self.store[self.key]).tensors[number]
 
 
+@dataclass(frozen=True, slots=True)
 class _GroupParams:
-    """An optimizer's parameters by group and position, wherever it keeps its groups now."""
+    """An optimizer's parameters, by group and position."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
+    optimizer: torch.optim.Optimizer
 
     def __getitem__(self, key: tuple[int, int]) -> torch.Tensor:
         group, position = key
-        tensor: torch.Tensor = self._optimizer.param_groups[group]["params"][position]
+        tensor: torch.Tensor = self.optimizer.param_groups[group]["params"][position]
         return tensor

@@ -1,12 +1,14 @@
-"""Lets the user's step run on their own objects and leaves no trace of it.
+"""Undoes everything that tracing a step does to the user's objects.
 
 Fake tensors never touch real memory, but the step also changes Python objects: gradients appear,
-the optimizer creates state, modules replace buffers. All that is noted before and put back after;
-what a step did to modules is reported, since replaying the step has to do it, too.
+the optimizer creates its state, modules replace buffers. `Sandbox` notes them before the step and
+restores them afterwards. Containers are restored key by key and never emptied: if a restore is
+interrupted, no attribute is missing, and restoring once more completes it.
 """
 
 from __future__ import annotations
 
+import operator
 import pickle
 import random
 from collections.abc import Callable, Iterator
@@ -24,34 +26,39 @@ Undo = Callable[[], None]
 
 def remember(obj: Any) -> Undo:
     """An undo for changes to a tree of dicts and lists: the same containers, the same contents."""
-    if isinstance(obj, dict):
-        content = dict(obj)
-        inner = [remember(value) for value in content.values()]
+    if not isinstance(obj, (dict, list)):
+        return lambda: None
+    content: Any = dict(obj) if isinstance(obj, dict) else list(obj)
+    values = content.values() if isinstance(obj, dict) else content
+    inner = [remember(value) for value in values]
 
-        def undo() -> None:
-            obj.clear()
-            obj.update(content)
-            for undo_one in inner:
-                undo_one()
+    def undo() -> None:
+        if isinstance(obj, dict):
+            _restore_dict(obj, content)
+        else:
+            obj[:] = content
+        for undo_one in inner:
+            undo_one()
 
-        return undo
-    if isinstance(obj, list):
-        items = list(obj)
-        inner = [remember(item) for item in items]
+    return undo
 
-        def undo_list() -> None:
-            obj[:] = items
-            for undo_one in inner:
-                undo_one()
 
-        return undo_list
-    return lambda: None
+def _restore_dict(changed: dict[Any, Any], content: dict[Any, Any]) -> None:
+    """Give a dict its former content, in its former order."""
+    for key, value in content.items():
+        if key not in changed or changed[key] is not value:
+            changed[key] = value
+    for key in [key for key in changed if key not in content]:
+        del changed[key]
+    if not all(map(operator.is_, changed, content)):  # a deleted key came back at the end
+        for key in content:
+            changed[key] = changed.pop(key)
 
 
 def _remember_tensor(tensor: torch.Tensor) -> Undo:
     grad, version, requires_grad = tensor.grad, tensor._version, tensor.requires_grad
     is_leaf = tensor.is_leaf
-    with disable_current_modes():  # tensors may be met while the step runs
+    with disable_current_modes():  # the step may be running
         device, pointer, data = tensor.device, tensor.data_ptr(), tensor.data
 
     def undo() -> None:
@@ -68,8 +75,21 @@ def _remember_tensor(tensor: torch.Tensor) -> Undo:
     return undo
 
 
+def _remember_attributes(obj: nn.Module | torch.optim.Optimizer, *containers: Any) -> Undo:
+    """An undo for changes to an object's attributes, and to the contents of some of them."""
+    attributes = dict(obj.__dict__)
+    contents = [remember(container) for container in containers]
+
+    def undo() -> None:
+        _restore_dict(obj.__dict__, attributes)
+        for undo_content in contents:
+            undo_content()
+
+    return undo
+
+
 def random_states() -> list[Any]:
-    """The state of every random generator a step might draw from."""
+    """The state of torch's default generator on every device."""
     states: list[Any] = [torch.get_rng_state()]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states.extend(torch.cuda.get_rng_state_all())
@@ -77,32 +97,14 @@ def random_states() -> list[Any]:
 
 
 def set_random_states(states: list[Any]) -> None:
-    """Set every generator back to what `random_states` returned."""
+    """Set every default generator to what `random_states` returned."""
     torch.set_rng_state(states[0])
     if len(states) > 1:
         torch.cuda.set_rng_state_all(states[1:])
 
 
-class PythonRandom:
-    """The generators of `random` and numpy, whose draws cannot be part of a graph."""
-
-    def __init__(self) -> None:
-        self._python = random.getstate()
-        self._numpy = np.random.get_state()
-
-    def restore(self) -> None:
-        """Set both generators back."""
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
-
-    def is_unchanged(self) -> bool:
-        """Whether neither was drawn from since."""
-        now = PythonRandom()
-        return pickle.dumps((now._python, now._numpy)) == pickle.dumps((self._python, self._numpy))
-
-
 class Sandbox:
-    """Notes the state of modules, tensors, optimizer and generators, and puts it back."""
+    """Notes the state of modules, tensors, optimizers and generators, and restores it."""
 
     def __init__(
         self,
@@ -110,69 +112,53 @@ class Sandbox:
         tensors: list[torch.Tensor],
         optimizer: torch.optim.Optimizer,
     ) -> None:
-        self._undo: list[Undo] = [_remember_module(module) for module in modules]
-        self._undo.extend(_remember_tensor(tensor) for tensor in tensors)
-        self._undo.append(_remember_optimizer(optimizer))
-        self.random_states = random_states()
-        self.python_random = PythonRandom()
+        self._undo: list[Undo] = []
+        for module in modules:
+            self.add_module(module)
+        for tensor in tensors:
+            self.add_tensor(tensor)
+        self.add_optimizer(optimizer)
+        self._random_states = random_states()
+        self._python_random = random.getstate(), np.random.get_state()
 
-    def add(self, tensor: torch.Tensor) -> None:
-        """Note one more tensor, met on the way."""
+    def add_tensor(self, tensor: torch.Tensor) -> None:
+        """Note one more tensor."""
         self._undo.append(_remember_tensor(tensor))
 
-    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note one more optimizer, met on the way."""
-        self._undo.append(_remember_optimizer(optimizer))
-
     def add_module(self, module: nn.Module) -> None:
-        """Note one more module, met on the way."""
-        self._undo.append(_remember_module(module))
+        """Note one more module."""
+        flat = vars(module).get("_flat_weights")  # nn.LSTM and its kin hold their parameters twice
+        undo = _remember_attributes(module, module._parameters, module._buffers, flat)
+        self._undo.append(undo)
 
-    def moved_generators(self) -> bool:
-        """Whether a torch generator was moved: by a seed, since fake operators draw nothing."""
+    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note one more optimizer."""
+        undo = _remember_attributes(optimizer, optimizer.state, optimizer.param_groups)
+        self._undo.append(undo)
+
+    def seeded_torch(self) -> bool:
+        """True if the step seeded a torch generator; fake operators do not advance one."""
         now = random_states()
-        return not all(torch.equal(a, b) for a, b in zip(now, self.random_states, strict=False))
+        return not all(torch.equal(a, b) for a, b in zip(now, self._random_states, strict=False))
+
+    def used_python_random(self) -> bool:
+        """True if the step used `random` or numpy's generator, whose draws cannot be recorded."""
+        now = random.getstate(), np.random.get_state()
+        return pickle.dumps(now) != pickle.dumps(self._python_random)
 
     def restore(self) -> None:
-        """Put everything back as it was."""
+        """Restore everything; if interrupted, another call completes it."""
         for undo in reversed(self._undo):
             undo()
-        set_random_states(self.random_states)
-        self.python_random.restore()
+        set_random_states(self._random_states)
+        random.setstate(self._python_random[0])
+        np.random.set_state(self._python_random[1])
         torch.clear_autocast_cache()
-
-
-def _remember_module(module: nn.Module) -> Undo:
-    attributes = dict(module.__dict__)
-    contents = [remember(module._parameters), remember(module._buffers)]
-    if "_flat_weights" in attributes:  # nn.LSTM and its kin keep their parameters twice
-        contents.append(remember(attributes["_flat_weights"]))
-
-    def undo() -> None:
-        module.__dict__.clear()
-        module.__dict__.update(attributes)
-        for undo_part in contents:
-            undo_part()
-
-    return undo
-
-
-def _remember_optimizer(optimizer: torch.optim.Optimizer) -> Undo:
-    attributes = dict(optimizer.__dict__)
-    contents = [remember(optimizer.state), remember(optimizer.param_groups)]
-
-    def undo() -> None:
-        optimizer.__dict__.clear()
-        optimizer.__dict__.update(attributes)
-        for undo_part in contents:
-            undo_part()
-
-    return undo
 
 
 @contextmanager
 def replaced(obj: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute for a while; one that came from the class is deleted again."""
+    """Set an attribute inside the block; one inherited from the class is deleted afterwards."""
     own = vars(obj).get(name, _MISSING)
     setattr(obj, name, value)
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -14,30 +13,27 @@ import torch
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep  # not torchvision
 _PACKAGE = Path(__file__).parents[1]
-# The zoo's models stand for a user's own.
+# The built-in models count as the user's code.
 _REKINDLE = tuple(str(path) for path in _PACKAGE.iterdir() if path.name != "models")
-_MACHINERY = (_TORCH, *_REKINDLE, "<")  # "<" starts names of generated code
-_LIBRARIES = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+_INTERNAL = (_TORCH, *_REKINDLE, "<")  # names of generated code start with "<"
+_LIBRARY_FOLDERS = {"site-packages", "dist-packages"}
 _LOSS_FUNCTIONS = frozenset(
     {
         *(name for name in dir(torch.nn.functional) if name.endswith("_loss")),
-        "cross_entropy",
-        "binary_cross_entropy",
-        "binary_cross_entropy_with_logits",
-        "kl_div",
+        *("cross_entropy", "binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div"),
     }
 )
 
 
 class Line(NamedTuple):
-    """A place in somebody's source."""
+    """A line of a source file."""
 
     filename: str
     lineno: int
 
 
 class CallSite(NamedTuple):
-    """Where an operator was called from."""
+    """The line from which an operator was called; `in_loss`: through a loss function of torch."""
 
     line: Line
     in_loss: bool
@@ -53,11 +49,11 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def call_site() -> CallSite:
-    """The innermost line outside torch and Rekindle, and whether a loss of torch's ran there."""
+    """The innermost line of the current stack outside torch and Rekindle."""
     in_loss = False
     for frame in _frames(sys._getframe(1)):
         code = frame.f_code
-        if not code.co_filename.startswith(_MACHINERY):
+        if not code.co_filename.startswith(_INTERNAL):
             return CallSite(Line(code.co_filename, frame.f_lineno), in_loss)
         if code.co_name in _LOSS_FUNCTIONS and code.co_filename.endswith("functional.py"):
             in_loss = True
@@ -65,9 +61,9 @@ def call_site() -> CallSite:
 
 
 def user_line(lines: list[Line], fallback: Line) -> Line:
-    """The user's own line among those of a stack, innermost first: outside installed libraries."""
-    outside = [line for line in lines if not line.filename.startswith(_MACHINERY)]
-    own = [line for line in outside if not line.filename.startswith(_LIBRARIES)]
+    """The innermost of these lines, innermost first, that is not in an installed library."""
+    outside = [line for line in lines if not line.filename.startswith(_INTERNAL)]
+    own = [line for line in outside if _LIBRARY_FOLDERS.isdisjoint(Path(line.filename).parts)]
     return (own or outside or [fallback])[0]
 
 
@@ -86,7 +82,7 @@ def traceback_lines(traceback: TracebackType | None) -> list[Line]:
 
 
 def definition(function: Callable[..., Any]) -> Line:
-    """The line on which a function, a partial or a callable object is defined."""
+    """The line that defines a function, a partial or a callable object."""
     function = getattr(function, "func", function)
     if not hasattr(function, "__code__"):
         function = vars(type(function)).get("__call__", function)

@@ -31,8 +31,13 @@ from rekindle.core.memory.allocator_steering import (
 )
 from rekindle.core.memory.steering_rehearsal import plan_arena
 from rekindle.engines.cudagraph.allocation_requests import AllocationRequests
-from rekindle.measuring.meters import clear_workspaces
-from rekindle.torch_internals import OpOverload, PoolHandle, end_allocate_to_pool, release_pool
+from rekindle.torch_internals import (
+    OpOverload,
+    PoolHandle,
+    clear_cublas_workspaces,
+    end_allocate_to_pool,
+    release_pool,
+)
 from rekindle.tracing.operators import tensors
 from rekindle.units import format_bytes
 
@@ -185,7 +190,7 @@ class CudaPool(CudaMemory):
         before = self.counts().large_bytes
         self.take_library()
         taken = self.counts().large_bytes - before
-        clear_workspaces()
+        clear_cublas_workspaces()
         torch.cuda.empty_cache()
         return taken
 

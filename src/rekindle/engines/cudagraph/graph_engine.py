@@ -34,10 +34,13 @@ from rekindle.engines.cudagraph.static_batch import StaticBatch, like
 from rekindle.engines.engine import EngineInfo
 from rekindle.engines.gc_pause import collected_later
 from rekindle.engines.program import Program
-from rekindle.measuring.meters import clear_workspaces
-from rekindle.torch_internals import global_optimizer_post_hooks, global_optimizer_pre_hooks
+from rekindle.torch_internals import (
+    clear_cublas_workspaces,
+    global_optimizer_post_hooks,
+    global_optimizer_pre_hooks,
+)
 from rekindle.tracing import rng
-from rekindle.tracing.tape import Kind
+from rekindle.tracing.tape import EntryKind
 
 log = logging.getLogger("rekindle")
 
@@ -143,13 +146,13 @@ def _quiet(device: torch.device) -> Iterator[None]:
     """Nothing is under way on the device, no memory is held for later, no garbage is collected."""
     torch.cuda.synchronize(device)
     gc.collect()
-    clear_workspaces()
+    clear_cublas_workspaces()
     torch.cuda.empty_cache()
     try:
         with collected_later():
             yield
     finally:
-        clear_workspaces()
+        clear_cublas_workspaces()
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,7 +195,7 @@ class CudaGraphEngine:
         self.peak_bytes = 0
         self.reason = _obstacle(program)
         self._recorder = recorder
-        self._optimizer = program.recording.around.optimizer
+        self._optimizer = program.recording.state.optimizer
         self._is_warm = False
         self._n_captures = 0
         self._capture: _Capture | None = None
@@ -385,7 +388,7 @@ class CudaGraphEngine:
         """Where everything lies that graphs use in its place."""
         recording = self.program.recording
         tensors: list[torch.Tensor | None] = [*state]
-        tensors += [e.tensor for e in recording.tape.entries if e.kind is Kind.EXTERNAL]
+        tensors += [e.tensor for e in recording.tape.entries if e.kind is EntryKind.EXTERNAL]
         tensors += [state[use.slot].grad for use in recording.grads if use.reads_old]
         if self._has_optimizer:
             own = self._optimizer.state.values()

@@ -12,7 +12,7 @@ from torch import fx
 
 from rekindle.rewriting.apply_schedule import RewrittenStep
 from rekindle.tracing import rng
-from rekindle.tracing.recording import Recording
+from rekindle.tracing.tape import Recording
 
 _HOST_CALLS = (rng.get_state, rng.set_state)  # of a step that saves random state itself
 

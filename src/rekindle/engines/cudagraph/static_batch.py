@@ -10,7 +10,7 @@ from torch import fx
 
 from rekindle.engines.cudagraph.graph_parts import Part
 from rekindle.rewriting.apply_schedule import RewrittenStep
-from rekindle.tracing.recording import Recording
+from rekindle.tracing.tape import Recording
 
 _CAST = torch.ops.aten._to_copy.default
 

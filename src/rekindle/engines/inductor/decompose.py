@@ -27,8 +27,7 @@ from rekindle.engines.inductor.gpu_layouts import CONVOLUTIONS, ForGpu
 from rekindle.engines.inductor.recording_builder import is_view
 from rekindle.torch_internals import OpOverload
 from rekindle.tracing import operators
-from rekindle.tracing.recording import Recording
-from rekindle.tracing.tape import Call, OptimizerCall
+from rekindle.tracing.tape import Call, OptimizerCall, Recording
 
 aten = torch.ops.aten
 

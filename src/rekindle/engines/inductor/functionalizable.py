@@ -13,8 +13,7 @@ from torch import fx
 
 from rekindle.torch_internals import OpOverload
 from rekindle.tracing import operators
-from rekindle.tracing.recording import Recording
-from rekindle.tracing.tape import Call, OptimizerCall
+from rekindle.tracing.tape import Call, OptimizerCall, Recording
 
 aten = torch.ops.aten
 

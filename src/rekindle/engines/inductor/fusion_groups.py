@@ -30,8 +30,7 @@ from rekindle.engines.inductor.output_aliasing import Path
 from rekindle.engines.inductor.recording_builder import Builder
 from rekindle.rewriting.multi_tensor import cast
 from rekindle.torch_internals import OpOverload
-from rekindle.tracing.recording import Recording
-from rekindle.tracing.tape import Call, Kind, OptimizerCall
+from rekindle.tracing.tape import Call, EntryKind, OptimizerCall, Recording
 
 aten = torch.ops.aten
 
@@ -80,7 +79,7 @@ class _Fuse:
         self.ends = {self.units.root(node) for node in ends}
         self.again = AlwaysRecomputed(self.units, self.ends)
         self.calls = self.again.order
-        self.params = {entry.node for entry in self.tape.entries if entry.kind is Kind.PARAM}
+        self.params = {entry.node for entry in self.tape.entries if entry.kind is EntryKind.PARAM}
 
     def run(self) -> Recording:
         groups = self._groups()

@@ -15,8 +15,7 @@ from torch import fx
 
 from rekindle.engines.inductor import attention_strides, matmul_padding
 from rekindle.engines.inductor.patchify_conv import Windows
-from rekindle.tracing.recording import Recording
-from rekindle.tracing.tape import Call
+from rekindle.tracing.tape import Call, Recording
 
 aten = torch.ops.aten
 

@@ -13,8 +13,16 @@ from torch import fx
 from rekindle.torch_internals import FakeTensor, FakeTensorMode, OpOverload
 from rekindle.tracing import fake_overrides, operators, rng
 from rekindle.tracing.module_effects import Effect
-from rekindle.tracing.recording import GradUse, Recording
-from rekindle.tracing.tape import Call, Entry, Meta, OptimizerCall, StorageMeta, Tape
+from rekindle.tracing.tape import (
+    Call,
+    Entry,
+    GradUse,
+    Meta,
+    OptimizerCall,
+    Recording,
+    StorageMeta,
+    Tape,
+)
 
 
 class Builder:
@@ -36,7 +44,7 @@ class Builder:
         old, lead = self.recording, self.lead
         made = Recording(
             tape=self.tape,
-            around=old.around,
+            state=old.state,
             batch_nodes=[lead[node] for node in old.batch_nodes],
             result=old.result,
             result_nodes=[lead[node] for node in old.result_nodes],
@@ -150,7 +158,7 @@ class Builder:
         kwargs = fx.map_arg(kwargs, self._fakes.__getitem__)
         with self._mode, torch.no_grad():
             if isinstance(target, OpOverload):
-                return fake_overrides.run(target, args, kwargs)
+                return fake_overrides.call(target, args, kwargs)
             return getattr(target, "on_fakes", target)(*args, **kwargs)
 
     def _enter_all(self) -> None:

@@ -12,8 +12,7 @@ from rekindle.engines.inductor import decompositions
 from rekindle.engines.inductor.functionalizable import Replaceable
 from rekindle.engines.inductor.recording_builder import Builder
 from rekindle.engines.inductor.strides import contiguous_stride, in_memory, is_dense
-from rekindle.tracing.recording import Recording
-from rekindle.tracing.tape import Call
+from rekindle.tracing.tape import Call, Recording
 
 aten = torch.ops.aten
 
