@@ -11,7 +11,7 @@ from typing import Any
 from experiments.config import Budgeted, Cap, Compiled, Config, Range, Step
 from experiments.tasks import DONE, OUT_OF_MEMORY, Piece, Row, Rows, RowsOf, Task
 from rekindle.report.sweep_report import COMPILE, PLAIN, PLANNED
-from rekindle.studies.sweep_case import Case
+from rekindle.studies.sweep import Case
 from rekindle.units import format_budget, parse_bytes
 
 FITS = "fits"

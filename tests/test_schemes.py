@@ -17,13 +17,11 @@ from rekindle.models.workload import ModelSpec, Workload
 from rekindle.models.zoo import small
 from rekindle.models.zoo.catalog import build_spec
 from rekindle.models.zoo.families import FAMILIES
+from rekindle.report.schemes_report import SCHEMES, Estimate, growth
 from rekindle.studies.schemes import (
-    SCHEMES,
-    Estimate,
-    _with_roles,
     estimate,
     forecast_bytes,
-    growth,
+    mark_weight_tensors,
 )
 
 LENGTHS = (12, 32, 80)
@@ -129,7 +127,7 @@ def test_parts_of_a_weight_s_gradient_are_found() -> None:
     )
     summing = replace(graph.ops[3], target="aten.add.Tensor")
     graph = replace(graph, ops=(*graph.ops[:3], summing, *graph.ops[4:]))
-    roles = [storage.role for storage in _with_roles(graph).storages]
+    roles = [storage.role for storage in mark_weight_tensors(graph).storages]
     assert roles == [Role.INPUT, Role.PARAM, Role.GRAD_MAP, *[Role.GRAD] * 4]
 
 

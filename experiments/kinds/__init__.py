@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from experiments.kinds.cases import run_one_case
-from experiments.kinds.on_paper import find_fits, find_shares
+from experiments.kinds.forecasts import find_fits, find_shares
 from experiments.kinds.planners import compare_planners
 from experiments.kinds.schemes import compare_schemes
 from experiments.kinds.statistics import gather_statistics

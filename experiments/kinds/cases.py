@@ -9,7 +9,7 @@ from typing import Any
 
 from experiments.tasks import FAILED
 from experiments.turns import take_turn
-from rekindle.studies.sweep_case import Case, run_case
+from rekindle.studies.sweep import Case, run_case
 
 UNCOMPILED = "running without the compiler"
 """How the warning begins that a step which was to be compiled is not."""

@@ -40,9 +40,16 @@ class Planned(NamedTuple):
 
 
 def compare_planners(
-    settings: dict[str, Any], before: dict[str, Any] | None, save: Callable[[Row], None]
+    settings: dict[str, Any],
+    before: dict[str, Any] | None,
+    save: Callable[[Row], None],
+    *,
+    same_time_ratio: float = 1e-5,
 ) -> dict[str, Any]:
-    """Forecast all, then run what is feasible, as long as there is time."""
+    """Forecast all plans, then run the feasible ones while there is time.
+
+    Results of `before` are kept where the plan is the same, by its recompute time to a ratio.
+    """
     end = time.monotonic() + settings["limit_s"]
     work = built(settings)
     plain = plainly(work, settings["steps"])
@@ -55,7 +62,7 @@ def compare_planners(
         "forecast": _forecast(step, None),
     }
     plans, rows = _planned(step, settings, plain["peak_bytes"])
-    _take_over(rows, before)
+    _take_over(rows, before, same_time_ratio)
     for row, plan in _to_run(plans, rows):
         if time.monotonic() < end:
             _run(step, row, plan, settings["steps"])
@@ -118,13 +125,13 @@ def _forecast(step: Planned, plan: rekindle.Plan | None) -> dict[str, Any]:
     return {"peak_bytes": trace.peak_bytes, "step_us": trace.step_us}
 
 
-def _take_over(rows: list[Row], before: dict[str, Any] | None) -> None:
+def _take_over(rows: list[Row], before: dict[str, Any] | None, ratio: float) -> None:
     """Keep what was measured before the task was stopped, where the plan is the same."""
     kept = {(row["planner"], row["percent"]): row for row in (before or {}).get("rows", ())}
     for row in rows:
         old = kept.get((row["planner"], row["percent"]), {})
-        is_same = isclose(old.get("recompute_us", -1.0), row.get("recompute_us", 0.0), rel_tol=1e-5)
-        if is_same and "measured" in old:
+        times = old.get("recompute_us", -1.0), row.get("recompute_us", 0.0)
+        if isclose(*times, rel_tol=ratio) and "measured" in old:
             names = ("measured", "forecast", "same_as", "is_planned_again")
             row |= {name: old[name] for name in names if name in old}
 

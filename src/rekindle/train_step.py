@@ -14,8 +14,8 @@ from rekindle.core.graph.simulate import Trace, simulate
 from rekindle.core.memory.layout import layout
 from rekindle.errors import ReportError
 from rekindle.measuring.timing import Measurement, measure
-from rekindle.report import plan_html
-from rekindle.report.plan_summary import summarize_plan
+from rekindle.report.html import write_html
+from rekindle.report.summary import summarize
 
 
 class TrainStep:
@@ -127,19 +127,15 @@ class TrainStep:
                 "there is nothing to report of a step without a profile: give optimize a budget, "
                 "or use rekindle.profile and rekindle.simulate."
             )
-        unplanned = simulate(self.graph, profile)
-        summary = summarize_plan(
+        summary = summarize(
             self.graph,
             profile,
-            self.plain_trace or unplanned,
-            plan,
             trace,
+            plan=plan,
+            plain=self.plain_trace,
             plain_profile=self.plain_profile,
         )
-        laid_out = layout(self.graph, plan)
-        plan_html.write_plan_html(
-            Path(path), self.graph, profile, unplanned, trace, summary, layout=laid_out
-        )
+        write_html(Path(path), summary, layout=layout(self.graph, plan))
 
     def __reduce__(self) -> NoReturn:
         """Refuse to be pickled or copied: it is bound to the very objects it trains."""

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from rekindle.core.graph.serial import SAVED_SUFFIX
+from rekindle.errors import PlanError
 from rekindle.units import parse_budget, parse_bytes
 
 STDOUT = "-"
@@ -129,6 +130,20 @@ def _check_cap(cap: str | None) -> str | None:
     if cap is not None and parse_bytes(cap) < 1:
         raise typer.BadParameter(f"nothing fits into {cap}: give --cap 40GiB, for one")
     return cap
+
+
+def parse_share(text: str | None) -> float | None:
+    """A share of the plain step's speed: ``95%`` or ``0.95``."""
+    if text is None:
+        return None
+    try:
+        number = float(text.strip().removesuffix("%"))
+    except ValueError:
+        number = 0.0
+    share = number / 100 if number > 1 or text.strip().endswith("%") else number
+    if not 0 < share <= 1:
+        raise PlanError(f"--at-least is a share of the plain step's speed, as in 95%, not {text!r}")
+    return share
 
 
 JsonOption = Annotated[

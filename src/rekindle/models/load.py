@@ -62,7 +62,8 @@ def load(
     return _from_file(spec, asked)
 
 
-def _from_file(spec: str, asked: dict[str, Any]) -> Workload:
+def split_spec(spec: str) -> tuple[Path, str]:
+    """The file and the function that ``path/to/file.py:function`` names; the file exists."""
     path_text, _, function_name = spec.rpartition(":")
     if not path_text or not function_name:
         path_text = spec.rstrip(":")
@@ -72,10 +73,14 @@ def _from_file(spec: str, asked: dict[str, Any]) -> Workload:
         raise ModelError(f"no file {path_text!r}, from {spec!r}: expected path/to/file.py:function")
     if path.suffix != ".py":
         raise ModelError(f"{path_text!r} is not a Python file: its name must end in .py")
+    return path, function_name
 
+
+def _from_file(spec: str, asked: dict[str, Any]) -> Workload:
+    path, function_name = split_spec(spec)
     with _importable(path.resolve().parent):
-        module = _import_file(path.resolve(), shown=path_text)
-        function = _find_function(module, function_name, shown=path_text)
+        module = _import_file(path)
+        function = _find_function(module, function_name, str(path))
         _check_call(function, spec, asked)
         try:
             returned = function(**asked)
@@ -97,11 +102,11 @@ def _importable(folder: Path) -> Iterator[None]:
             sys.path.remove(str(folder))
 
 
-def _import_file(path: Path, *, shown: str) -> ModuleType:
+def _import_file(path: Path) -> ModuleType:
     # A name of its own for each path: two files called train.py must not replace one another.
-    digest = hashlib.sha256(str(path).encode()).hexdigest()[:12]
+    digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]
     name = f"rekindle_user_{path.stem}_{digest}"
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(name, path.resolve())
     assert spec is not None  # a .py file always has a spec, and that a loader
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -110,11 +115,11 @@ def _import_file(path: Path, *, shown: str) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        raise ModelError(f"{shown} cannot be imported: {type(error).__name__}: {error}") from error
+        raise ModelError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
     return module
 
 
-def _find_function(module: ModuleType, name: str, *, shown: str) -> Callable[..., Any]:
+def _find_function(module: ModuleType, name: str, path: str) -> Callable[..., Any]:
     function = getattr(module, name, None)
     if callable(function):
         return function
@@ -124,8 +129,8 @@ def _find_function(module: ModuleType, name: str, *, shown: str) -> Callable[...
         if inspect.isfunction(value) and value.__module__ == module.__name__
     ]
     if not own:
-        raise ModelError(f"{shown} has no function {name!r}, nor any other")
-    raise ModelError(f"{shown} has no function {name!r}{did_you_mean(name, own)}")
+        raise ModelError(f"{path} has no function {name!r}, nor any other")
+    raise ModelError(f"{path} has no function {name!r}{did_you_mean(name, own)}")
 
 
 def _check_call(function: Callable[..., Any], spec: str, asked: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from rich.text import Text
 from rekindle.core.cost.batch_search import MOST, Fit, LargestBatch
 from rekindle.core.cost.devices import find_device
 from rekindle.errors import ProfileError
-from rekindle.report.pieces import indented, new_table
+from rekindle.report.tables import indented, new_table
 from rekindle.report.words import percent
 from rekindle.units import format_budget, format_bytes, format_us
 
@@ -85,3 +85,15 @@ def _fit_data(fit: Fit | None) -> dict[str, Any] | None:
     if fit is None:
         return None
     return {**fit._asdict(), "samples_per_s": fit.samples_per_s}
+
+
+def check_in_words(checked: dict[str, Any]) -> str:
+    """A batch that was run: whether it fits, and why."""
+    verdict = "fits" if checked["fits"] else "does not fit"
+    if checked["peak_bytes"] is not None:
+        reason = f"its peak is {format_bytes(checked['peak_bytes'])}"
+    elif checked["least_peak_bytes"] is not None:
+        reason = f"the least peak found is {format_bytes(checked['least_peak_bytes'])}"
+    else:
+        reason = "it ran out of memory"
+    return f"a batch of {checked['batch']:,} {verdict}: {reason}"

@@ -8,9 +8,16 @@ from typing import Any
 
 from rekindle.report.figures import DPI, GREY, GRID, INK, new_figure
 from rekindle.report.palette import MARKERS, SERIES
-from rekindle.report.schemes_report import ABSENT, growth_in_words, schemes_title
+from rekindle.report.schemes_report import (
+    SCHEMES,
+    Scheme,
+    SizeResult,
+    Study,
+    growth_in_words,
+    schemes_title,
+)
+from rekindle.report.tables import ABSENT
 from rekindle.report.words import percent
-from rekindle.studies.schemes import SCHEMES, Scheme, SizeResult, Study
 from rekindle.units import format_bytes
 
 SCHEMES_INCHES = (10.5, 5.4)
@@ -118,7 +125,7 @@ def _label_ends(axes: Any, ends: Sequence[tuple[float, float, str, str]]) -> Non
     figure.canvas.draw()  # so that places on the page are known
     points = 72 / figure.dpi
     heights = [axes.transData.transform((x, y))[1] * points for x, y, _, _ in ends]
-    for place, moved in zip(*_apart(heights), strict=True):
+    for place, moved in zip(*spread_apart(heights), strict=True):
         x, y, text, colour = ends[place]
         shift = moved - heights[place]
         leader = {"arrowstyle": "-", "color": colour, "lw": 0.8, "shrinkA": 2, "shrinkB": 5}
@@ -136,10 +143,10 @@ def _label_ends(axes: Any, ends: Sequence[tuple[float, float, str, str]]) -> Non
         )
 
 
-def _apart(heights: Sequence[float]) -> tuple[list[int], list[float]]:
+def spread_apart(heights: Sequence[float]) -> tuple[list[int], list[float]]:
     """From the lowest up: who it is, and where it goes so that none is too close to the next.
 
-    >>> _apart([50.0, 20.0, 22.0])
+    >>> spread_apart([50.0, 20.0, 22.0])
     ([1, 2, 0], [14.0, 28.0, 50.0])
     """
     order = sorted(range(len(heights)), key=lambda place: heights[place])

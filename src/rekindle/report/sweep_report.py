@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rekindle.report.names import shorten
-from rekindle.report.pieces import Fitted, indented, new_table
+from rekindle.report.tables import ABSENT, ForWidth, indented, new_table
 from rekindle.report.words import percent
 from rekindle.units import format_bytes, format_us
 
@@ -22,7 +22,6 @@ DONE, OUT_OF_MEMORY, FAILED = "done", "out of memory", "failed"
 """What can become of a case."""
 INFEASIBLE = "InfeasibleBudget"
 
-ABSENT = "–"
 _NAMES = {
     PLAIN: "plain",
     PLANNED: "Rekindle",
@@ -132,7 +131,7 @@ def sweep_table(data: Mapping[str, Any]) -> RenderableType:
     """Every case with what it took, and below it what went wrong."""
     parts: list[RenderableType] = [
         Text(sweep_title(data), style="bold"),
-        indented(Fitted(lambda width: _table(data, width))),
+        indented(ForWidth(lambda width: _table(data, width))),
     ]
     parts += [indented(line) for line in _troubles(data)]
     return Group(*parts)
