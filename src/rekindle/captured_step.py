@@ -19,6 +19,7 @@ from rekindle.core.graph.liveness import analyze
 from rekindle.core.graph.schedule import Plan
 from rekindle.core.graph.simulate import simulate
 from rekindle.core.memory.layout import schedule_of
+from rekindle.core.notebook import html_table, one_line
 from rekindle.engines.cudagraph.graph_engine import CudaGraphEngine
 from rekindle.engines.expandable_segments import growing_for
 from rekindle.engines.program import Program
@@ -378,6 +379,18 @@ class CapturedStep:
             variants.pop(0)
             if not variants:
                 del self._variants[key]
+
+    def _facts(self) -> dict[str, object]:
+        graph = self.graph
+        return {
+            "ops": f"{len(graph.ops):,}",
+            "device": "forecast only" if self.is_forecast else self.device,
+            "captures": self.n_captures,
+            "graph": graph.fingerprint,
+        }
+
+    __repr__ = one_line
+    _repr_html_ = html_table
 
 
 def check_types(train_step: Any, model: Any, optimizer: Any) -> None:

@@ -12,10 +12,12 @@ from rekindle.core.graph.graph import StepGraph
 from rekindle.core.graph.schedule import Plan
 from rekindle.core.graph.simulate import Trace, simulate
 from rekindle.core.memory.layout import layout
+from rekindle.core.notebook import html_table, one_line
 from rekindle.errors import ReportError
 from rekindle.measuring.timing import Measurement, measure
 from rekindle.report.html import write_html
 from rekindle.report.summary import summarize
+from rekindle.units import format_bytes, format_us
 
 
 class TrainStep:
@@ -143,3 +145,20 @@ class TrainStep:
             "a TrainStep cannot be pickled or copied: save model.state_dict() and "
             "optimizer.state_dict(), the plan with rekindle.save_plan, and call optimize again."
         )
+
+    def _facts(self) -> dict[str, object]:
+        plan, facts = self.plan, dict[str, object](ops=f"{len(self.graph.ops):,}")
+        facts |= {"device": self._captured.device, "captures": self.n_captures}
+        if plan is None or self.budget_bytes is None:
+            return facts | {"budget": "none"}
+        dropped = sum(not decision.is_kept for decision in plan.decisions)
+        return facts | {
+            "budget": format_bytes(self.budget_bytes),
+            "planner": plan.planner,
+            "forecast peak": format_bytes(plan.peak_bytes),
+            "dropped": f"{dropped:,} of {len(plan.decisions):,} activations",
+            "added time": format_us(plan.recompute_us),
+        }
+
+    __repr__ = one_line
+    _repr_html_ = html_table
