@@ -232,7 +232,7 @@ def test_a_check_that_fails(
 def test_the_command_says_where_the_search_ends(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, "max-batch", "mlp", "--budget", "400TB", "--device", "H200")
     assert code == 0, err
-    assert f"no batch of more than {MOST:,} is looked for" in out
+    assert f"batches of more than {MOST:,} are not tried" in out
 
 
 def test_the_command_says_what_would_do(capsys: pytest.CaptureFixture[str]) -> None:

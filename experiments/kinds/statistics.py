@@ -15,7 +15,7 @@ from rekindle.core.graph.graph import StepGraph
 from rekindle.core.graph.liveness import Lifetime
 from rekindle.core.graph.simulate import Trace
 from rekindle.measuring.measure import device_name
-from rekindle.report.summary import Activation, Part, Peak, Summary, Work, summarize
+from rekindle.report.summary import Activation, Peak, PeakPart, Summary, Work, summarize
 
 MOST_KINDS = 10
 MOST_LARGEST = 8
@@ -80,7 +80,7 @@ def _peak(peak: Peak) -> dict[str, Any]:
     }
 
 
-def _part(part: Part) -> dict[str, Any]:
+def _part(part: PeakPart) -> dict[str, Any]:
     return {"label": part.label, "bytes": part.nbytes, "count": part.count}
 
 

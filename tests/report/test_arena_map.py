@@ -130,10 +130,10 @@ def laid_out_with(arena_bytes: int, bound_bytes: int) -> Layout:
 def test_how_close_the_arena_is_in_words() -> None:
     exact = map_words(laid_out_with(5 * MIB, 5 * MIB))
     assert "6 pieces of memory" in exact["words"]
-    assert "takes 5.00 MiB: exactly the most bytes that are there at once" in exact["words"]
+    assert "takes 5.00 MiB: exactly the most bytes that are live at once" in exact["words"]
     assert exact["again"] == ""
     near = map_words(laid_out_with(1013 * MIB, 1000 * MIB))["words"]
-    assert "1.3% above the most bytes that are there at once (the dotted line, 0.977 GiB)" in near
+    assert "1.3% above the most bytes that are live at once (the dotted line, 0.977 GiB)" in near
     assert "hatched" in map_words(layout(tiny_graph(), tiny_plan()))["again"]
 
 

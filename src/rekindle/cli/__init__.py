@@ -106,7 +106,7 @@ def entry(
 ) -> None:
     """Fit a PyTorch training step into the memory you have.
 
-    See where memory and time go, plan what to compute again, and train: with the same numbers.
+    See where memory and time go, plan what to recompute, and train with the same numbers.
     """
     if version:
         print(f"rekindle {rekindle.__version__}")
@@ -220,7 +220,7 @@ def _check_run_options(
     """Raise for options that cannot be combined, before the work starts."""
     if plan_file is not None:
         if budget is not None:
-            raise PlanError("a plan has its budget with it: give --budget or --plan, not both.")
+            raise PlanError("a plan has its own budget: give --budget or --plan, not both.")
         if planner is not None:
             raise PlanError("a plan is made already: give --planner or --plan, not both.")
     elif budget is None and (planner is not None or html_path is not None):
@@ -315,7 +315,7 @@ def plan_model(
     runs: RunsOption = None,
     no_cache: NoCacheOption = False,
 ) -> None:
-    """Decide what to keep and what to compute again, so that a step fits into a budget."""
+    """Decide what to keep and what to recompute, so that a step fits into a budget."""
     one_plan = {"budget": budget, "html": html_path, "save": save}
     _check_plan_options(pareto, one_plan, planner, {"planners": planners, "points": points})
     names = [name.strip() for name in (planners or planner or "auto").split(",")]
@@ -410,7 +410,7 @@ def _check_plan_options(
 
 
 @app.command("schemes")
-def compare_schemes(
+def show_schemes(
     model: SchemesModelArgument,
     sizes: SizesOption = None,
     measure: MeasureOption = False,

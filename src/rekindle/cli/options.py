@@ -1,4 +1,4 @@
-"""The options that commands share: how they are written, what they mean, what they refuse."""
+"""The options of the commands: their names, help texts and checks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STDOUT = "-"
 
 
 def _check_file(target: str | None) -> str | None:
-    """Refuse a file that cannot be written before the work starts, not after."""
+    """Raise for a file that cannot be written, before the work starts."""
     if target is None:
         return target
     if target == STDOUT:
@@ -46,7 +46,7 @@ def _check_folder(target: str) -> str:
 
 
 def can_write_pages() -> bool:
-    """Whether the package is here that pages are made with."""
+    """True if plotly, which pages need, is installed."""
     return find_spec("plotly") is not None
 
 
@@ -66,7 +66,9 @@ def _check_json(target: str | None) -> str | None:
 
 def _check_saved(target: str | None) -> str | None:
     if target is not None and not target.endswith(SAVED_SUFFIX):
-        raise typer.BadParameter(f"{target} must end in {SAVED_SUFFIX}, by which it is recognised")
+        raise typer.BadParameter(
+            f"{target} must end in {SAVED_SUFFIX}, which marks a saved profile"
+        )
     return _check_file(target)
 
 
@@ -77,7 +79,7 @@ def _check_plan_file(target: str | None) -> str | None:
 
 
 def _check_budget(budget: str | None) -> str | None:
-    """Refuse what cannot be read before the work starts; what it comes to is known only later."""
+    """Raise for a budget that cannot be parsed; a share becomes bytes only later."""
     if budget is not None:
         parse_budget(budget, plain_peak_bytes=1 << 62)
     return budget
@@ -90,11 +92,13 @@ def _check_sizes(sizes: str | None) -> str | None:
 
 
 def parse_sizes(sizes: str) -> list[int]:
-    """The sizes that a text names, each once, from the smallest up."""
+    """The sizes in a text such as ``50,152``, sorted and without duplicates."""
     try:
         found = {int(size) for size in sizes.split(",")}
     except ValueError:
-        raise typer.BadParameter(f"{sizes!r} are no sizes: write 50,152,1001, for one") from None
+        raise typer.BadParameter(
+            f"{sizes!r} are no sizes: write 50,152,1001, for example"
+        ) from None
     return sorted(found)
 
 
@@ -105,13 +109,13 @@ def _check_batches(batches: str | None) -> str | None:
 
 
 def parse_batches(batches: str) -> list[int]:
-    """The batch sizes that a text names, each once, from the smallest up."""
+    """The batch sizes in a text such as ``32,64``, sorted and without duplicates."""
     try:
         found = {int(batch) for batch in batches.split(",")}
     except ValueError:
         found = {0}
     if min(found) < 1:
-        raise typer.BadParameter(f"{batches!r} are no batch sizes: write 32,64,128, for one")
+        raise typer.BadParameter(f"{batches!r} are no batch sizes: write 32,64,128, for example")
     return sorted(found)
 
 
@@ -122,13 +126,13 @@ def _check_budgets(budgets: str | None) -> str | None:
 
 
 def parse_budgets(budgets: str) -> list[str]:
-    """The budgets that a text names, each once, as they come; a last comma is forgiven."""
+    """The budgets in a text such as ``80%,60%``, in order and without duplicates."""
     return list(dict.fromkeys(part.strip() for part in budgets.split(",") if part.strip()))
 
 
 def _check_cap(cap: str | None) -> str | None:
     if cap is not None and parse_bytes(cap) < 1:
-        raise typer.BadParameter(f"nothing fits into {cap}: give --cap 40GiB, for one")
+        raise typer.BadParameter(f"nothing fits into {cap}: give --cap 40GiB, for example")
     return cap
 
 
@@ -152,7 +156,7 @@ JsonOption = Annotated[
         "--json",
         metavar="PATH",
         callback=_check_json,
-        help="Write the result as JSON; - for standard output, and nothing else is printed there.",
+        help="Write the result as JSON; - for standard output, which then has nothing else.",
     ),
 ]
 ModelArgument = Annotated[
@@ -180,16 +184,15 @@ DeviceOption = Annotated[
     typer.Option(
         "--device",
         metavar="cpu|cuda|NAME",
-        help="Where the step runs and is measured; or the name of a GPU, H200 for one, whose times "
-        "are estimated: no GPU is needed for that.",
+        help="Where the step runs and is measured; or the name of a GPU, such as H200, to estimate "
+        "its times without it.",
     ),
 ]
 SchemesModelArgument = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="resnet or lstm, each in several sizes; or, in the one size it has, any MODEL that "
-        "rekindle profile takes.",
+        help="resnet or lstm, in several sizes; or any MODEL of rekindle profile, in its one size.",
     ),
 ]
 SizesOption = Annotated[
@@ -203,14 +206,14 @@ SizesOption = Annotated[
 ]
 MeasureOption = Annotated[
     bool,
-    typer.Option("--measure", help="Run the steps, too, on --device cpu or cuda: cpu unless told."),
+    typer.Option("--measure", help="Also run the steps, on --device cpu (the default) or cuda."),
 ]
 SchemesDeviceOption = Annotated[
     str | None,
     typer.Option(
         "--device",
         metavar="cpu|cuda|NAME",
-        help="Whose operators and times to plan with; H200 unless told: no GPU is needed for that.",
+        help="The device to plan for, H200 by default; a GPU by its name need not be here.",
     ),
 ]
 RunDeviceOption = Annotated[
@@ -219,7 +222,7 @@ RunDeviceOption = Annotated[
 NeededBudgetOption = Annotated[
     str,
     typer.Option(
-        "--budget", metavar="B", help="What the step may take: bytes, or text such as 16GiB."
+        "--budget", metavar="B", help="The memory that the step may take: 16GiB, or bytes."
     ),
 ]
 AtLeastOption = Annotated[
@@ -231,12 +234,12 @@ AtLeastOption = Annotated[
     ),
 ]
 CheckOption = Annotated[
-    bool, typer.Option("--check", help="Run what was found once, and see whether it fits.")
+    bool, typer.Option("--check", help="Run the batches found once, and check that they fit.")
 ]
 EngineOption = Annotated[
     str | None,
     typer.Option(
-        "--engine", metavar="E", help="auto, python, cudagraph or inductor; auto unless told."
+        "--engine", metavar="E", help="auto (the default), python, cudagraph or inductor."
     ),
 ]
 HtmlOption = Annotated[
@@ -257,15 +260,15 @@ SaveOption = Annotated[
         "--save",
         metavar=f"FILE{SAVED_SUFFIX}",
         callback=_check_saved,
-        help="Save graph and profile, to be studied anywhere; commands take it as their MODEL.",
+        help="Save graph and profile to a file, which commands on any machine take as MODEL.",
     ),
 ]
 RunsOption = Annotated[
     int | None,
-    typer.Option("--runs", min=1, metavar="N", help="How often each op is timed, 3 unless told."),
+    typer.Option("--runs", min=1, metavar="N", help="How often each op is timed; 3 by default."),
 ]
 NoCacheOption = Annotated[
-    bool, typer.Option("--no-cache", help="Measure anew, and keep nothing for the next time.")
+    bool, typer.Option("--no-cache", help="Measure again, and do not cache the profile.")
 ]
 BudgetOption = Annotated[
     str | None,
@@ -278,11 +281,11 @@ BudgetOption = Annotated[
     ),
 ]
 PlannerOption = Annotated[
-    str | None, typer.Option("--planner", metavar="P", help="Who decides; auto unless told.")
+    str | None, typer.Option("--planner", metavar="P", help="The planner; auto by default.")
 ]
 ParetoOption = Annotated[
     bool,
-    typer.Option("--pareto", help="Peak against added time at all budgets, in place of one plan."),
+    typer.Option("--pareto", help="Peak against added time at all budgets, instead of one plan."),
 ]
 PlannersOption = Annotated[
     str | None,
@@ -290,7 +293,9 @@ PlannersOption = Annotated[
 ]
 PointsOption = Annotated[
     int | None,
-    typer.Option("--points", min=2, metavar="N", help="With --pareto: how many; 20 unless told."),
+    typer.Option(
+        "--points", min=2, metavar="N", help="With --pareto: the number of budgets; 20 by default."
+    ),
 ]
 SavePlanOption = Annotated[
     str | None,
@@ -302,14 +307,14 @@ SavePlanOption = Annotated[
     ),
 ]
 StepsOption = Annotated[
-    int, typer.Option("--steps", min=1, metavar="N", help="How many steps to train.")
+    int, typer.Option("--steps", min=1, metavar="N", help="The number of steps to train.")
 ]
 PlanFileOption = Annotated[
     str | None,
     typer.Option(
         "--plan",
         metavar="FILE.json",
-        help="Train by a plan that rekindle plan has saved, in place of a budget.",
+        help="Use a plan saved by rekindle plan, instead of a budget.",
     ),
 ]
 FolderOption = Annotated[
@@ -350,7 +355,7 @@ SweepFolderOption = Annotated[
 PeersOption = Annotated[
     bool,
     typer.Option(
-        "--peers", help="Run checkpoints on every block and torch.compile, too, for comparison."
+        "--peers", help="Also run checkpoints on every block, and torch.compile, for comparison."
     ),
 ]
 CapOption = Annotated[
@@ -359,15 +364,17 @@ CapOption = Annotated[
         "--cap",
         metavar="BYTES",
         callback=_check_cap,
-        help="Let each case have so much of the GPU's memory only, 40GiB for one.",
+        help="Limit each case to this much of the GPU's memory, such as 40GiB.",
     ),
 ]
 TimedOption = Annotated[
-    int, typer.Option("--steps", min=1, metavar="N", help="How many steps to time in each case.")
+    int,
+    typer.Option("--steps", min=1, metavar="N", help="The number of steps to time in each case."),
 ]
 AgainOption = Annotated[
-    bool, typer.Option("--again", help="Run the cases again whose records are there already.")
+    bool, typer.Option("--again", help="Run again the cases that have records already.")
 ]
 FiguresOnlyOption = Annotated[
-    bool, typer.Option("--figures-only", help="Run nothing: draw what --out has in sweep.json.")
+    bool,
+    typer.Option("--figures-only", help="Run nothing: draw the figures of sweep.json in --out."),
 ]

@@ -17,7 +17,7 @@ from rich.text import Text
 
 import rekindle
 from rekindle.cli.options import STDOUT
-from rekindle.report.data import SCHEMA
+from rekindle.report.data import JSON_SCHEMA
 
 
 def new_console(json_target: str | None) -> Console:
@@ -73,7 +73,7 @@ def write_json(target: str | None, content: dict[str, Any]) -> None:
         "torch": str(torch.__version__),
         "python": platform.python_version(),
     }
-    text = json.dumps({"schema": SCHEMA, "versions": versions, **content}, indent=1)
+    text = json.dumps({"schema": JSON_SCHEMA, "versions": versions, **content}, indent=1)
     if target == STDOUT:
         print(text)
     else:

@@ -22,7 +22,7 @@ class Shown(Protocol):
 def one_line(shown: Shown) -> str:
     """A `__repr__`: the facts on one line, which is cut off if it is too long."""
     name, facts = type(shown).__name__, shown._facts().items()
-    text = " ".join(", ".join(f"{label} {fact}" for label, fact in facts).split())
+    text = " ".join("; ".join(f"{label} {fact}" for label, fact in facts).split())
     return f"<{name}: {_cut(text, MOST_CHARACTERS - len(name) - 4)}>"
 
 

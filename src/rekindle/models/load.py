@@ -1,4 +1,4 @@
-"""From what a user names, a zoo model or a function in a file of their own, to a workload."""
+"""Loads the workload that a user names: a model of the zoo, or a function in a file."""
 
 from __future__ import annotations
 
@@ -33,9 +33,8 @@ def load(
 ) -> Workload:
     """Build the workload that ``spec`` names: a zoo model, or ``path/to/file.py:function``.
 
-    The function returns ``(train_step, model, optimizer, batch)``. It may take any of the arguments
-    ``batch``, ``precision`` and ``device``, and gets those that were asked for; what was not asked
-    for is left to its own defaults.
+    The function returns ``(train_step, model, optimizer, batch)``. It may take the arguments
+    ``batch``, ``precision`` and ``device``, and is called with those that are not None.
 
     >>> load("mlp", batch=2).batch_size
     2
@@ -93,7 +92,7 @@ def _from_file(spec: str, asked: dict[str, Any]) -> Workload:
 
 @contextmanager
 def _importable(folder: Path) -> Iterator[None]:
-    """Let the user's file import its neighbours, as it could when run as a script."""
+    """Let the user's file import files of its folder, as if it were run as a script."""
     sys.path.insert(0, str(folder))
     try:
         yield
@@ -103,11 +102,11 @@ def _importable(folder: Path) -> Iterator[None]:
 
 
 def _import_file(path: Path) -> ModuleType:
-    # A name of its own for each path: two files called train.py must not replace one another.
+    # The name depends on the whole path: two files called train.py must not replace each other.
     digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]
     name = f"rekindle_user_{path.stem}_{digest}"
     spec = importlib.util.spec_from_file_location(name, path.resolve())
-    assert spec is not None  # a .py file always has a spec, and that a loader
+    assert spec is not None  # a .py file always has a spec with a loader
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look the module up while it runs
@@ -134,7 +133,7 @@ def _find_function(module: ModuleType, name: str, path: str) -> Callable[..., An
 
 
 def _check_call(function: Callable[..., Any], spec: str, asked: dict[str, Any]) -> None:
-    """Say in the user's terms what a TypeError from the call would say in Python's."""
+    """Raise a readable error where the call would raise a TypeError."""
     parameters = inspect.signature(function).parameters.values()
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     by_keyword = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}

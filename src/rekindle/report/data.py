@@ -11,9 +11,9 @@ from rekindle.core.graph.schedule import Plan
 from rekindle.core.graph.simulate import ROLES
 from rekindle.planners.curve import Curve
 from rekindle.report.names import source_line
-from rekindle.report.summary import Activation, DecisionRow, Dropped, Part, Peak, Summary, Work
+from rekindle.report.summary import Activation, DecisionRow, Dropped, Peak, PeakPart, Summary, Work
 
-SCHEMA = 1
+JSON_SCHEMA = 1
 """The version of every JSON document; it grows when a key changes its meaning or goes away."""
 
 OP_COLUMNS = (
@@ -164,7 +164,7 @@ def _peak(peak: Peak) -> dict[str, Any]:
     }
 
 
-def _part(part: Part) -> dict[str, Any]:
+def _part(part: PeakPart) -> dict[str, Any]:
     return {
         "label": part.label,
         "bytes": part.nbytes,

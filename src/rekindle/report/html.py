@@ -14,7 +14,7 @@ from rekindle.core.memory.layout import Layout
 from rekindle.errors import ReportError
 from rekindle.report.page_data import page_data
 from rekindle.report.palette import MEANINGS, PHASES, colour
-from rekindle.report.summary import Dropped, Part, Summary
+from rekindle.report.summary import Dropped, PeakPart, Summary
 from rekindle.report.words import (
     bound_in_words,
     budget_in_words,
@@ -236,7 +236,7 @@ def _two_tables(
     return f'<section class="columns">{columns}</section>'
 
 
-def _activation_rows(parts: Sequence[Part]) -> str:
+def _activation_rows(parts: Sequence[PeakPart]) -> str:
     rest = parts[_MOST_GROUPS:]
     rows = [
         _bar_row(
@@ -298,10 +298,10 @@ def map_words(layout: Layout) -> dict[str, str]:
     """The texts around the map: the arena's size, and how far it is from the lower bound."""
     arena, bound, count = layout.arena_bytes, layout.lower_bound_bytes, len(layout.storage)
     if arena == bound:
-        close = "exactly the most bytes that are there at once (the dotted line): none is smaller"
+        close = "exactly the most bytes that are live at once (the dotted line): none is smaller"
     else:
         close = (
-            f"{fine_percent(layout.ratio - 1)} above the most bytes that are there at once (the "
+            f"{fine_percent(layout.ratio - 1)} above the most bytes that are live at once (the "
             f"dotted line, {format_bytes(bound)}), and no arena is smaller than those"
         )
     pieces = "1 piece" if count == 1 else f"{count:,} pieces"

@@ -1,4 +1,4 @@
-"""The figure of the schemes: feature maps as a model grows, and what that costs or really takes."""
+"""The figure of the schemes: feature maps as a model grows, and the added time or measured peak."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Number = Callable[[Scheme, SizeResult], float | None]
 
 
 def write_schemes_png(path: Path, study: Study) -> None:
-    """Write bytes of feature maps by scheme; beside them bytes measured, or the time added."""
+    """Write the bytes of feature maps by scheme, next to the measured peaks or the added time."""
     figure = new_figure(schemes_title(study), SCHEMES_INCHES)
     wide, narrow = figure.subplots(1, 2, width_ratios=[1.75, 1])
     is_run = any(result.measured for result in study.results)
@@ -65,7 +65,7 @@ def _added_share(scheme: Scheme, result: SizeResult) -> float | None:
 def _draw_lines(
     axes: Any, study: Study, number: Number, write: Callable[[Any], str], *, is_named: bool
 ) -> None:
-    """A line a scheme over all sizes, with its name, or its last number only, at its end."""
+    """One line per scheme over all sizes; at its end the name, or only the last number."""
     growths = study.growths if is_named else {}
     ends: list[tuple[float, float, str, str]] = []
     for index, scheme in enumerate(SCHEMES):
@@ -76,7 +76,9 @@ def _draw_lines(
         xs, ys = zip(*line, strict=True)
         colour = COLOURS[scheme.name]
         style = {"marker": MARKERS[index], "color": colour, "lw": 2.0, "ms": 6}
-        style |= {"ls": "--"} if scheme.name == "in-place-sharing" else {}  # over its like
+        style |= (
+            {"ls": "--"} if scheme.name == "in-place-sharing" else {}
+        )  # mostly covers another line
         axes.plot(xs, ys, zorder=4 + index, clip_on=False, **style)
         text = write(ys[-1])
         if is_named:
@@ -98,7 +100,7 @@ def _draw_lines(
 
 
 def _scale(axes: Any, numbers: Sequence[float], write: Callable[[Any], str]) -> None:
-    """Bytes on a logarithmic axis with round numbers; shares from zero up."""
+    """Set up the axis: logarithmic for bytes, from zero for shares."""
     if write is percent:
         axes.set_ylim(0, max(numbers, default=1.0) * 1.1 or 1.0)
         axes.yaxis.set_major_formatter(lambda share, place: f"{share:.0%}")
@@ -120,16 +122,16 @@ def _round_bytes(nbytes: int) -> str:
 
 
 def _label_ends(axes: Any, ends: Sequence[tuple[float, float, str, str]]) -> None:
-    """Put a text beside each line's end; those too close to one another are moved apart."""
+    """Write a text next to each line's end; texts that would overlap are moved apart."""
     figure = axes.figure
-    figure.canvas.draw()  # so that places on the page are known
+    figure.canvas.draw()  # sets the positions on the page
     points = 72 / figure.dpi
     heights = [axes.transData.transform((x, y))[1] * points for x, y, _, _ in ends]
     for place, moved in zip(*spread_apart(heights), strict=True):
         x, y, text, colour = ends[place]
         shift = moved - heights[place]
         leader = {"arrowstyle": "-", "color": colour, "lw": 0.8, "shrinkA": 2, "shrinkB": 5}
-        leader |= {"relpos": (0.0, 0.5)}  # from where the text begins
+        leader |= {"relpos": (0.0, 0.5)}  # the start of the text
         axes.annotate(
             text,
             (x, y),
@@ -144,7 +146,7 @@ def _label_ends(axes: Any, ends: Sequence[tuple[float, float, str, str]]) -> Non
 
 
 def spread_apart(heights: Sequence[float]) -> tuple[list[int], list[float]]:
-    """From the lowest up: who it is, and where it goes so that none is too close to the next.
+    """The indices from the lowest up, and heights at which no two are too close.
 
     >>> spread_apart([50.0, 20.0, 22.0])
     ([1, 2, 0], [14.0, 28.0, 50.0])
@@ -170,14 +172,14 @@ def _reach(group: Sequence[float], side: int) -> float:
 def _draw_bars(
     axes: Any, study: Study, number: Number, write: Callable[[Any], str], *, is_named: bool
 ) -> None:
-    """A bar a scheme, for a model of one size."""
+    """One bar per scheme, for a model with one size."""
     (result,) = study.results
     for place, scheme in enumerate(SCHEMES):
         value = number(scheme, result)
         if value is not None:
             axes.barh(place, value, color=COLOURS[scheme.name], height=0.72, zorder=3)
         if value is None and write is percent:
-            continue  # nothing is computed again
+            continue  # nothing is recomputed
         axes.annotate(
             ABSENT if value is None else write(value),
             (value or 0.0, place),

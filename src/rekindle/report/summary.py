@@ -23,11 +23,9 @@ from rekindle.core.graph.simulate import Trace, simulate
 from rekindle.report.names import pattern_of, source_line
 from rekindle.report.palette import LIBRARIES, ORDER
 
-Ints = NDArray[np.int64]
-
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PeakPart:
     """A part of the peak: its bytes, their share of the peak and the number of storages."""
 
     label: str
@@ -44,9 +42,9 @@ class Peak:
     op: Op | None  # None for a step without ops
     start_us: float
     is_recomputing: bool  # True if the op that runs is a recomputation
-    parts: tuple[Part, ...]  # by role, and what libraries allocate; largest first
-    activation_kinds: tuple[Part, ...]  # the activations, by the operator that made them
-    activation_modules: tuple[Part, ...]  # the activations, by module, repeated blocks together
+    parts: tuple[PeakPart, ...]  # by role, and what libraries allocate; largest first
+    activation_kinds: tuple[PeakPart, ...]  # the activations, by the operator that made them
+    activation_modules: tuple[PeakPart, ...]  # the activations, by module, repeated blocks together
 
     @property
     def activation_share(self) -> float:
@@ -154,7 +152,7 @@ class Summary:
     phases: tuple[Work, ...]  # in the step's order
     operators: tuple[Work, ...]  # by kind, most time first
     activations: tuple[Activation, ...]  # most bytes × idle time first
-    moved_bytes: Ints  # by op
+    moved_bytes: NDArray[np.int64]  # by op
     plan: Plan | None = None
     plan_seconds: float | None = None
     decisions: tuple[DecisionRow, ...] = ()  # most bytes first
@@ -288,7 +286,7 @@ def peak_of(graph: StepGraph, trace: Trace) -> Peak:
     sizes = {role.value: nbytes for role, nbytes in trace.peak_by_role().items()}
     sizes[LIBRARIES] = trace.overhead_bytes
     parts = [
-        Part(label, sizes[label], sizes[label] / total, counts[label])
+        PeakPart(label, sizes[label], sizes[label] / total, counts[label])
         for label in ORDER
         if sizes[label]
     ]
@@ -298,11 +296,11 @@ def peak_of(graph: StepGraph, trace: Trace) -> Peak:
         if graph.storages[index].role is Role.ACTIVATION
     }
 
-    def grouped(label_of: Callable[[Op], str]) -> tuple[Part, ...]:
+    def grouped(label_of: Callable[[Op], str]) -> tuple[PeakPart, ...]:
         groups: dict[str, list[int]] = defaultdict(list)
         for index, op in makers.items():
             groups[label_of(op)].append(int(trace.sizes_bytes[index]))
-        return _largest(Part(k, sum(v), sum(v) / total, len(v)) for k, v in groups.items())
+        return _largest(PeakPart(k, sum(v), sum(v) / total, len(v)) for k, v in groups.items())
 
     return Peak(
         nbytes=trace.peak_bytes,
@@ -315,12 +313,12 @@ def peak_of(graph: StepGraph, trace: Trace) -> Peak:
     )
 
 
-def _largest(parts: Iterable[Part]) -> tuple[Part, ...]:
+def _largest(parts: Iterable[PeakPart]) -> tuple[PeakPart, ...]:
     return tuple(sorted(parts, key=lambda part: (-part.nbytes, part.label)))
 
 
 def _work(
-    graph: StepGraph, profile: Profile, moved: Ints, label_of: Callable[[Op], str]
+    graph: StepGraph, profile: Profile, moved: NDArray[np.int64], label_of: Callable[[Op], str]
 ) -> dict[str, Work]:
     members: dict[str, list[Op]] = defaultdict(list)
     for op in graph.ops:

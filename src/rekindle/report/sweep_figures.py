@@ -1,4 +1,4 @@
-"""The figures of a sweep over batch sizes, drawn from its JSON and from nothing else."""
+"""The figures of a sweep over batch sizes, drawn from its JSON alone."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ _JOINED = {
     PLANNED: "Rekindle, by budget",
     COMPILE: "torch.compile, by share of activations kept",
 }
-_GROUP_WIDTH = 0.84  # of the room that a batch size has
-_MOST_FLAT_LABELS = 20  # more bars than that, and their labels stand upright
-_FAR = 2.0  # a cap so many times as high as the bars would squeeze them, and is not shown
-_WIDE = 8.0  # batch sizes that differ by so much stand on a logarithmic axis
-_MOST_NAMES = 7  # side by side in a legend
-_ASIDE = ("forecast", "cap", "does not fit")  # what a legend names last
+_GROUP_WIDTH = 0.84  # of the distance between batch sizes
+_MOST_FLAT_LABELS = 20  # with more bars, labels are upright
+_FAR_ABOVE_RATIO = 2.0  # a cap this many times as high as the bars is not shown
+_LOGARITHMIC_RATIO = 8.0  # from the smallest to the largest batch size
+_MOST_NAMES = 7  # per row of a legend
+_LAST_NAMES = ("forecast", "cap", "does not fit")  # in a legend
 
 Data = Mapping[str, Any]
 
 
 def write_sweep_pngs(folder: Path, data: Data) -> list[Path]:
-    """Write all figures that a sweep has numbers for; returns where they are."""
+    """Write all figures that a sweep has numbers for; returns their paths."""
     figures: dict[str, Callable[[Data], Any]] = {
         "memory.png": memory_figure,
         "latency.png": latency_figure,
@@ -61,7 +61,7 @@ def write_sweep_pngs(folder: Path, data: Data) -> list[Path]:
     for name, draw in figures.items():
         figure = draw(data)
         if figure is None:
-            (folder / name).unlink(missing_ok=True)  # one of before would tell of other numbers
+            (folder / name).unlink(missing_ok=True)  # an old one would have other numbers
             continue
         figure.savefig(folder / name, dpi=DPI, format="png", pil_kwargs={"optimize": True})
         written.append(folder / name)
@@ -69,7 +69,7 @@ def write_sweep_pngs(folder: Path, data: Data) -> list[Path]:
 
 
 def memory_figure(data: Data) -> Any:
-    """Peak memory against batch size, a bar a way; the cap as a line."""
+    """Peak memory against batch size, one bar per way; the cap as a line."""
     every, batches = _main_series(data), batches_of(data)
     peaks = [peak for series in every for _, peak in series.points("peak_bytes")]
     if not peaks:
@@ -79,7 +79,9 @@ def memory_figure(data: Data) -> Any:
     axes.set_title("Peak memory of a training step", loc="left", fontsize=11, color=INK)
     cap = data["cap_bytes"]
     highest = max(peaks)
-    if cap is not None and (cap < _FAR * highest or any(series.too_large for series in every)):
+    if cap is not None and (
+        cap < _FAR_ABOVE_RATIO * highest or any(series.too_large for series in every)
+    ):
         highest = max(highest, cap)
         style = {"color": INK, "lw": 1.2, "ls": "--", "zorder": 4}
         axes.axhline(cap / byte_unit(int(highest))[0], label=f"cap {format_bytes(cap)}", **style)
@@ -90,7 +92,7 @@ def memory_figure(data: Data) -> Any:
         shift = (index - (len(every) - 1) / 2) * width
         places = {batch: place + shift for place, batch in enumerate(batches)}
         found = series.points("peak_bytes")
-        bars = found or [(batches[0], 0)]  # without any, the legend would not know the colour
+        bars = found or [(batches[0], 0)]  # the legend needs a bar
         axes.bar(
             [places[batch] for batch, _ in bars],
             [peak / unit for _, peak in bars],
@@ -114,7 +116,7 @@ def memory_figure(data: Data) -> Any:
 
 
 def latency_figure(data: Data) -> Any:
-    """The time of a step against batch size; below it, as a multiple of the plain step's."""
+    """The time of a step against batch size; below, as a multiple of the plain step's."""
     every, batches = _main_series(data), batches_of(data)
     times = [time / 1e3 for series in every for _, time in series.points("step_us")]
     if not times:
@@ -170,7 +172,7 @@ def throughput_figure(data: Data) -> Any:
 
 
 def trade_off_figure(data: Data) -> Any:
-    """Time against peak memory, both of the plain step's, at the largest batch that all can do."""
+    """Time against peak memory, relative to the plain step, at the largest batch that all ran."""
     batch = trade_off_batch(data)
     if batch is None:
         return None
@@ -195,7 +197,7 @@ def trade_off_figure(data: Data) -> Any:
 
 
 def trade_off_batch(data: Data) -> int | None:
-    """The largest batch size at which all ways have run; else that at which plain and most have."""
+    """The largest batch size at which plain and the most other ways ran."""
     every = series_of(data)
     plain = _plain(every)
     if plain is None:
@@ -208,9 +210,9 @@ def trade_off_batch(data: Data) -> int | None:
 
 
 def _curves(data: Data, batch: int) -> dict[str, list[tuple[float, float, Series]]]:
-    """For each way the points it has at a batch size, from the least memory to the most.
+    """The points of each way at a batch size, from the least memory to the most.
 
-    Where a way is asked for a share of the memory, it is the share that orders them.
+    Points of `torch.compile` are ordered by the share of activations that it may keep.
     """
     every = series_of(data)
     plain = _plain(every)
@@ -233,13 +235,13 @@ def _order(point: tuple[float, float, Series]) -> tuple[float, float]:
 
 
 def _against_plain(series: Series, plain: Series | None) -> list[tuple[int, float]]:
-    """The step's time as a multiple of the plain step's, where both have run."""
+    """The step's time as a multiple of the plain step's, where both ran."""
     pairs = [(batch, time, plain and plain.done(batch)) for batch, time in series.points("step_us")]
     return [(batch, time / base["step_us"]) for batch, time, base in pairs if base]
 
 
 def _main_series(data: Data) -> list[Series]:
-    """All but what is there for the trade-off only: `torch.compile` with less memory."""
+    """All series but those of the trade-off figure only: `torch.compile` with less memory."""
     every = series_of(data)
     return [series for series in every if series.way != COMPILE or series.setting is None]
 
@@ -249,7 +251,7 @@ def _plain(every: Sequence[Series]) -> Series | None:
 
 
 def _colour(series: Series, every: Sequence[Series]) -> str:
-    """The way's colour; several budgets have one each."""
+    """The colour of a way; each budget has its own."""
     if series.way != PLANNED:
         return _COLOURS[series.way]
     budgets = [each.setting for each in every if each.way == PLANNED]
@@ -259,7 +261,7 @@ def _colour(series: Series, every: Sequence[Series]) -> str:
 def _draw_lines(
     axes: Any, every: Sequence[Series], batches: Sequence[int], number: Callable[[Any], float]
 ) -> None:
-    """A line a way; a cross at the foot where memory did not suffice."""
+    """One line per way; a cross at the foot where it ran out of memory."""
     for series in every:
         found = ((batch, series.done(batch)) for batch in batches)
         line = [(batch, number(record)) for batch, record in found if record is not None]
@@ -277,7 +279,7 @@ def _draw_lines(
 
 
 def _mark_shortages(axes: Any, every: Sequence[Series]) -> None:
-    """Crosses at the foot, side by side, of the ways for which a batch was too large."""
+    """Crosses at the foot, side by side, for the ways that ran out of memory."""
     short = [series for series in every if series.too_large]
     for place, series in enumerate(short):
         for batch in series.too_large:
@@ -313,8 +315,8 @@ def _plot(
 
 
 def _is_wide(batches: Sequence[int]) -> bool:
-    """Whether batch sizes differ so much that small ones would be squeezed together."""
-    return max(batches) / min(batches) >= _WIDE
+    """True if batch sizes differ so much that they need a logarithmic axis."""
+    return max(batches) / min(batches) >= _LOGARITHMIC_RATIO
 
 
 def _scale_logarithmically(axes: Any, low: float, high: float) -> None:
@@ -329,7 +331,7 @@ def _scale_logarithmically(axes: Any, low: float, high: float) -> None:
 def _draw_curve(
     axes: Any, way: str, line: Sequence[tuple[float, float, Series]], *, is_lowest: bool
 ) -> None:
-    """The points of one way, joined, each with its setting; those of the lowest stand below."""
+    """The points of one way as a line, labelled; labels of the lowest line are below it."""
     label = line[0][2].label
     if len(line) > 1:
         label = _JOINED[way]
@@ -355,7 +357,7 @@ def _draw_curve(
 def _mark_forecasts(
     axes: Any, every: Sequence[Series], batches: Sequence[int], width: float, unit: int
 ) -> None:
-    """A short line across each planned bar, where its peak was forecast to be."""
+    """A short line across each planned bar, at the forecast peak."""
     lines = []
     for index, series in enumerate(every):
         shift = (index - (len(every) - 1) / 2) * width
@@ -379,7 +381,7 @@ def _mark_missing(
     width: float,
     every: Sequence[Series],
 ) -> None:
-    """A dashed outline where a bar would be, had memory sufficed."""
+    """A dashed outline in place of the bar of a step that ran out of memory."""
     colour = _colour(series, every)
     outline = {"facecolor": "none", "edgecolor": colour, "ls": (0, (4, 3)), "lw": 1.0}
     axes.bar([place], [height], width=width * 0.9, zorder=2, alpha=0.6, **outline)
@@ -414,7 +416,7 @@ def _write_above(axes: Any, x: float, y: float, text: str, upright: bool) -> Non
 
 
 def _short(number: float) -> str:
-    """A number in three digits, or in as many as it has before the point.
+    """A number with three digits, or more if it has more before the point.
 
     >>> _short(0.1234), _short(29.0), _short(1234.5)
     ('0.123', '29.0', '1,234')
@@ -432,9 +434,9 @@ def _finish(axes: Any, x_label: str, y_label: str, *, grid: str = "y") -> None:
 
 
 def _add_legend(figure: Any, axes: Any) -> None:
-    """Names below the figure: ways first, then what else is marked."""
+    """A legend below the figure: ways first, then the other marks."""
     handles, labels = axes.get_legend_handles_labels()
-    last = [label.startswith(_ASIDE) for label in labels]
+    last = [label.startswith(_LAST_NAMES) for label in labels]
     order = sorted(range(len(labels)), key=lambda place: last[place])
     rows = -(-len(labels) // _MOST_NAMES) or 1
     figure.legend(

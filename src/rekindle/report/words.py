@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rekindle.core.graph.graph import Role
 from rekindle.report.names import source_line
-from rekindle.report.summary import Part, Summary
+from rekindle.report.summary import PeakPart, Summary
 from rekindle.units import format_bytes, format_us
 
 _MOST_KINDS = 2
@@ -55,7 +55,7 @@ def peak_in_words(summary: Summary) -> str:
     )
 
 
-def _part(part: Part) -> str:
+def _part(part: PeakPart) -> str:
     return f"{part.label} ({format_bytes(part.nbytes)}, {percent(part.share)})"
 
 

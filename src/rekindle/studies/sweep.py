@@ -37,7 +37,7 @@ from rekindle.models.load import split_spec
 from rekindle.models.workload import check_device, check_precision
 from rekindle.models.zoo.catalog import find
 from rekindle.planners.registry import find_planner
-from rekindle.report.data import SCHEMA
+from rekindle.report.data import JSON_SCHEMA
 from rekindle.report.sweep_report import (
     CHECKPOINT,
     COMPILE,
@@ -60,7 +60,7 @@ SHARES = (0.8, 0.5, 0.2)
 """The shares of the activations that `torch.compile` may keep, in comparisons."""
 SWEEP_FILE = "sweep.json"
 _CASES = "cases"
-_START = "from rekindle.studies.sweep import main; main()"
+_START = "from rekindle.studies.sweep import run_case_process; run_case_process()"
 _PATIENCE_S = 10.0
 _WARM_UP_STEPS = 2
 _PACKAGES = ("rekindle", "torch", "torchvision", "transformers", "numpy", "triton")
@@ -137,7 +137,7 @@ def _record_of_the_ended(case: Case, ended: Ended) -> dict[str, Any]:
     return {**record, "kind": reason, "message": f"the process ended with {reason}: {last}"}
 
 
-def main() -> None:
+def run_case_process() -> None:
     """The process of one case."""
     serve(lambda request, save: run_case(Case(**request)))
 
@@ -200,7 +200,9 @@ def run_sweep(
 
     def write() -> None:
         records = [record for record in found.values() if record is not None]
-        write_atomically(folder / SWEEP_FILE, {"schema": SCHEMA, **sweep_data(settings, records)})
+        write_atomically(
+            folder / SWEEP_FILE, {"schema": JSON_SCHEMA, **sweep_data(settings, records)}
+        )
 
     write()
     left = [case for case, record in found.items() if record is None]

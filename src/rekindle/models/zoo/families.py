@@ -1,4 +1,4 @@
-"""Models that come in any size: how memory grows with depth or length is studied on them."""
+"""Models of any size, to study how memory grows with depth or length."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from rekindle.errors import ModelError
-from rekindle.models.workload import ModelSpec, Parts, Workload
+from rekindle.models.workload import ModelParts, ModelSpec, Workload
 from rekindle.models.zoo import small, vision
 from rekindle.models.zoo.catalog import build_spec
 
@@ -17,8 +17,8 @@ from rekindle.models.zoo.catalog import build_spec
 class Family:
     """A model in many sizes. `size_name` says what a size is: a depth, a length.
 
-    `sizes` are those shown unless others are asked for. The last three are for steps that are
-    really run on a CPU, which takes longer: sizes, batch, and other arguments of the builder.
+    `sizes` are the default. The last three are the defaults for steps that are run on a CPU, which
+    is slow: sizes, batch, and further arguments of the builder.
     """
 
     name: str
@@ -26,7 +26,7 @@ class Family:
     size_name: str
     sizes: tuple[int, ...]
     default_batch: int
-    build_fn: Callable[..., Parts]
+    build_fn: Callable[..., ModelParts]
     check: Callable[[int], None]
     needs: str | None
     cpu_sizes: tuple[int, ...]
@@ -34,7 +34,7 @@ class Family:
     cpu_extent: dict[str, int]
 
     def build(self, size: int, **how: Any) -> Workload:
-        """The member of that size; `how` is what `models.build` takes."""
+        """The model of that size; `how` has further arguments of `models.build`."""
         self.check(size)
         build_fn = partial(self.build_fn, size)
         spec = ModelSpec(f"{self.name}-{size}", "", self.default_batch, build_fn, self.needs)
@@ -56,7 +56,7 @@ def _check_depth(depth: int) -> None:
     below = depth - (depth - 2) % 3
     near = f"{below} or {below + 3}" if below >= least else f"{least}"
     raise ModelError(
-        f"a ResNet has 3 layers for each of its 4 or more blocks and 2 beside them, and {depth} is "
+        f"a ResNet has 3 layers for each of its 4 or more blocks and 2 besides, and {depth} is "
         f"no such depth: take {near}"
     )
 
