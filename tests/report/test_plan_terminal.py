@@ -139,7 +139,7 @@ def test_rows_are_sorted_and_grouped() -> None:
     summary = summary_of(dataclasses.replace(tiny_plan(), decisions=decisions))
     assert [row.reason for row in summary.decisions] == ["large", "small", "tiny"]
     assert [row.nbytes for row in summary.decisions] == [4 * MIB, MIB, 4]
-    assert [(g.label, g.dropped, g.count) for g in summary.dropped_kinds] == [
+    assert [(g.label, g.dropped, g.activations) for g in summary.dropped_kinds] == [
         ("relu", 1, 1),
         ("sum", 1, 1),
     ]

@@ -19,52 +19,7 @@ from rich.console import RenderableType
 
 import rekindle
 from rekindle import models
-from rekindle.cli.options import (
-    AgainOption,
-    AtLeastOption,
-    BatchesOption,
-    BatchOption,
-    BudgetOption,
-    BudgetsOption,
-    CapOption,
-    CheckOption,
-    CsvOption,
-    DeviceOption,
-    EngineOption,
-    FiguresOnlyOption,
-    FolderOption,
-    HtmlOption,
-    JsonOption,
-    MeasureOption,
-    ModelArgument,
-    NeededBudgetOption,
-    NoCacheOption,
-    ParetoOption,
-    PeersOption,
-    PlanFileOption,
-    PlannerOption,
-    PlannersOption,
-    PngOption,
-    PointsOption,
-    PrecisionOption,
-    RunDeviceOption,
-    RunModelArgument,
-    RunsOption,
-    SaveOption,
-    SavePlanOption,
-    SchemesDeviceOption,
-    SchemesModelArgument,
-    SizesOption,
-    StepsOption,
-    SweepFolderOption,
-    SweepModelArgument,
-    TimedOption,
-    can_write_pages,
-    parse_batches,
-    parse_budgets,
-    parse_share,
-    parse_sizes,
-)
+from rekindle.cli import options
 from rekindle.cli.output import new_console, print_written, progress_bar, working, write_json
 from rekindle.core.graph.serial import load_plan, save_plan, save_profile
 from rekindle.engines.select_engine import check_engine
@@ -117,7 +72,7 @@ def entry(
 
 
 @app.command("models")
-def list_models(json: JsonOption = None) -> None:
+def list_models(json: options.JsonOption = None) -> None:
     """List the models of the zoo."""
     specs = models.available()
     new_console(json).print(
@@ -138,15 +93,15 @@ def list_models(json: JsonOption = None) -> None:
 
 @app.command()
 def demo(
-    steps: StepsOption = 5,
-    out: FolderOption = "rekindle-demo",
-    json: JsonOption = None,
+    steps: options.StepsOption = 5,
+    out: options.FolderOption = "rekindle-demo",
+    json: options.JsonOption = None,
 ) -> None:
     """Train two small models on the CPU within 60% of their memory, and compare every bit."""
     console = new_console(json)
     specs = [spec for spec in models.available() if spec.name in DEMO_MODELS]
     pages: dict[str, str] = {}
-    if can_write_pages():
+    if options.can_write_pages():
         _make_folder(out)  # before the work starts
         pages = {spec.name: str(Path(out) / f"{spec.name}.html") for spec in specs}
     rows: list[dict[str, Any]] = []
@@ -175,17 +130,17 @@ def _make_folder(path: str) -> None:
 
 @app.command("run")
 def run_model(
-    model: RunModelArgument,
-    budget: BudgetOption = None,
-    planner: PlannerOption = None,
-    plan_file: PlanFileOption = None,
-    steps: StepsOption = 5,
-    batch: BatchOption = None,
-    precision: PrecisionOption = None,
-    device: RunDeviceOption = None,
-    engine: EngineOption = None,
-    html_path: HtmlOption = None,
-    json: JsonOption = None,
+    model: options.RunModelArgument,
+    budget: options.BudgetOption = None,
+    planner: options.PlannerOption = None,
+    plan_file: options.PlanFileOption = None,
+    steps: options.StepsOption = 5,
+    batch: options.BatchOption = None,
+    precision: options.PrecisionOption = None,
+    device: options.RunDeviceOption = None,
+    engine: options.EngineOption = None,
+    html_path: options.HtmlOption = None,
+    json: options.JsonOption = None,
 ) -> None:
     """Train a model plainly and within a budget, and compare every bit, the peak and the time.
 
@@ -263,17 +218,17 @@ def _exit_unless_held(rows: list[dict[str, Any]]) -> None:
 
 @app.command("profile")
 def profile_model(
-    model: ModelArgument,
-    batch: BatchOption = None,
-    precision: PrecisionOption = None,
-    device: DeviceOption = None,
-    html_path: HtmlOption = None,
-    png: PngOption = None,
-    csv: CsvOption = None,
-    json: JsonOption = None,
-    save: SaveOption = None,
-    runs: RunsOption = None,
-    no_cache: NoCacheOption = False,
+    model: options.ModelArgument,
+    batch: options.BatchOption = None,
+    precision: options.PrecisionOption = None,
+    device: options.DeviceOption = None,
+    html_path: options.HtmlOption = None,
+    png: options.PngOption = None,
+    csv: options.CsvOption = None,
+    json: options.JsonOption = None,
+    save: options.SaveOption = None,
+    runs: options.RunsOption = None,
+    no_cache: options.NoCacheOption = False,
 ) -> None:
     """Show where the memory and the time of a training step go."""
     how = {"batch": batch, "precision": precision, "device": device, "runs": runs}
@@ -299,21 +254,21 @@ def profile_model(
 
 @app.command("plan")
 def plan_model(
-    model: ModelArgument,
-    budget: BudgetOption = None,
-    planner: PlannerOption = None,
-    pareto: ParetoOption = False,
-    planners: PlannersOption = None,
-    points: PointsOption = None,
-    batch: BatchOption = None,
-    precision: PrecisionOption = None,
-    device: DeviceOption = None,
-    html_path: HtmlOption = None,
-    png: PngOption = None,
-    json: JsonOption = None,
-    save: SavePlanOption = None,
-    runs: RunsOption = None,
-    no_cache: NoCacheOption = False,
+    model: options.ModelArgument,
+    budget: options.BudgetOption = None,
+    planner: options.PlannerOption = None,
+    pareto: options.ParetoOption = False,
+    planners: options.PlannersOption = None,
+    points: options.PointsOption = None,
+    batch: options.BatchOption = None,
+    precision: options.PrecisionOption = None,
+    device: options.DeviceOption = None,
+    html_path: options.HtmlOption = None,
+    png: options.PngOption = None,
+    json: options.JsonOption = None,
+    save: options.SavePlanOption = None,
+    runs: options.RunsOption = None,
+    no_cache: options.NoCacheOption = False,
 ) -> None:
     """Decide what to keep and what to recompute, so that a step fits into a budget."""
     one_plan = {"budget": budget, "html": html_path, "save": save}
@@ -411,21 +366,21 @@ def _check_plan_options(
 
 @app.command("schemes")
 def show_schemes(
-    model: SchemesModelArgument,
-    sizes: SizesOption = None,
-    measure: MeasureOption = False,
-    batch: BatchOption = None,
-    precision: PrecisionOption = None,
-    device: SchemesDeviceOption = None,
-    png: PngOption = None,
-    json: JsonOption = None,
+    model: options.SchemesModelArgument,
+    sizes: options.SizesOption = None,
+    measure: options.MeasureOption = False,
+    batch: options.BatchOption = None,
+    precision: options.PrecisionOption = None,
+    device: options.SchemesDeviceOption = None,
+    png: options.PngOption = None,
+    json: options.JsonOption = None,
 ) -> None:
     """Compare seven schemes of memory optimisation on a model that grows deeper or longer.
 
     Bytes of feature maps with nothing optimised, written in place, shared, and checkpointed.
     """
     how = {"batch": batch, "precision": precision, "device": device}
-    wanted = parse_sizes(sizes) if sizes is not None else None
+    wanted = options.parse_sizes(sizes) if sizes is not None else None
     with working(model, json) as tell:
         study = schemes.compare_schemes(model, wanted, measure=measure, how=how, tell=tell)
         tell("writing")
@@ -439,21 +394,21 @@ def show_schemes(
 
 @app.command("max-batch")
 def find_max_batch(
-    model: RunModelArgument,
-    budget: NeededBudgetOption,
-    at_least: AtLeastOption = None,
-    check: CheckOption = False,
-    planner: PlannerOption = None,
-    precision: PrecisionOption = None,
-    device: DeviceOption = None,
-    json: JsonOption = None,
+    model: options.RunModelArgument,
+    budget: options.NeededBudgetOption,
+    at_least: options.AtLeastOption = None,
+    check: options.CheckOption = False,
+    planner: options.PlannerOption = None,
+    precision: options.PrecisionOption = None,
+    device: options.DeviceOption = None,
+    json: options.JsonOption = None,
 ) -> None:
     """Find the largest batch that a budget holds, plain and planned, and how fast each is.
 
     All of it is forecast, so that nothing runs out of memory. --device "RTX 4090", or the name of
     another GPU, forecasts for a GPU that this machine does not have.
     """
-    share = parse_share(at_least)
+    share = options.parse_share(at_least)
     with working(model, json) as tell:
         found, checks = find_largest_batch(
             model,
@@ -476,20 +431,20 @@ def find_max_batch(
 
 @app.command("sweep")
 def sweep_batches(
-    out: SweepFolderOption,
-    model: SweepModelArgument = None,
-    batches: BatchesOption = None,
-    budget: BudgetsOption = None,
-    peers: PeersOption = False,
-    engine: EngineOption = None,
-    planner: PlannerOption = None,
-    precision: PrecisionOption = None,
-    device: RunDeviceOption = None,
-    cap: CapOption = None,
-    steps: TimedOption = 10,
-    again: AgainOption = False,
-    figures_only: FiguresOnlyOption = False,
-    json: JsonOption = None,
+    out: options.SweepFolderOption,
+    model: options.SweepModelArgument = None,
+    batches: options.BatchesOption = None,
+    budget: options.BudgetsOption = None,
+    peers: options.PeersOption = False,
+    engine: options.EngineOption = None,
+    planner: options.PlannerOption = None,
+    precision: options.PrecisionOption = None,
+    device: options.RunDeviceOption = None,
+    cap: options.CapOption = None,
+    steps: options.TimedOption = 10,
+    again: options.AgainOption = False,
+    figures_only: options.FiguresOnlyOption = False,
+    json: options.JsonOption = None,
 ) -> None:
     """Measure memory and time at several batch sizes, plain and planned, and draw the figures.
 
@@ -503,7 +458,7 @@ def sweep_batches(
     if model is None or batches is None:
         missing = "a MODEL" if model is None else "--batches 32,64,128, for example"
         raise ModelError(f"what is to be run? Give {missing}; or --figures-only to draw only.")
-    sizes, budgets = parse_batches(batches), parse_budgets(budget or "")
+    sizes, budgets = options.parse_batches(batches), options.parse_budgets(budget or "")
     if not budgets:
         raise PlanError(
             "how much memory may planned steps take? Give --budget 8GiB, --budget 60% (of the "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -78,62 +79,51 @@ def _check_plan_file(target: str | None) -> str | None:
     return _check_file(target)
 
 
-def _check_budget(budget: str | None) -> str | None:
-    """Raise for a budget that cannot be parsed; a share becomes bytes only later."""
-    if budget is not None:
-        parse_budget(budget, plain_peak_bytes=1 << 62)
-    return budget
+def _checked(parse: Callable[[str], object]) -> Callable[[str | None], str | None]:
+    """A callback that parses a value, to raise for a bad one before the work starts."""
 
+    def check(value: str | None) -> str | None:
+        if value is not None:
+            parse(value)
+        return value
 
-def _check_sizes(sizes: str | None) -> str | None:
-    if sizes is not None:
-        parse_sizes(sizes)
-    return sizes
+    return check
 
 
 def parse_sizes(sizes: str) -> list[int]:
     """The sizes in a text such as ``50,152``, sorted and without duplicates."""
     try:
-        found = {int(size) for size in sizes.split(",")}
+        return sorted({int(size) for size in sizes.split(",")})
     except ValueError:
-        raise typer.BadParameter(
-            f"{sizes!r} are no sizes: write 50,152,1001, for example"
-        ) from None
-    return sorted(found)
-
-
-def _check_batches(batches: str | None) -> str | None:
-    if batches is not None:
-        parse_batches(batches)
-    return batches
+        message = f"{sizes!r} are no sizes: write 50,152,1001, for example"
+        raise typer.BadParameter(message) from None
 
 
 def parse_batches(batches: str) -> list[int]:
     """The batch sizes in a text such as ``32,64``, sorted and without duplicates."""
-    try:
-        found = {int(batch) for batch in batches.split(",")}
-    except ValueError:
-        found = {0}
-    if min(found) < 1:
+    parts = [part.strip() for part in batches.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise typer.BadParameter(f"{batches!r} are no batch sizes: write 32,64,128, for example")
-    return sorted(found)
+    return sorted({int(part) for part in parts})
 
 
-def _check_budgets(budgets: str | None) -> str | None:
-    for budget in parse_budgets(budgets or ""):
-        _check_budget(budget)
-    return budgets
+def _parse_budget(budget: str) -> int:
+    return parse_budget(budget, plain_peak_bytes=1 << 62)  # the true peak is known only later
 
 
 def parse_budgets(budgets: str) -> list[str]:
     """The budgets in a text such as ``80%,60%``, in order and without duplicates."""
-    return list(dict.fromkeys(part.strip() for part in budgets.split(",") if part.strip()))
+    found = list(dict.fromkeys(part.strip() for part in budgets.split(",") if part.strip()))
+    for budget in found:
+        _parse_budget(budget)  # raises for a bad one
+    return found
 
 
-def _check_cap(cap: str | None) -> str | None:
-    if cap is not None and parse_bytes(cap) < 1:
+def _parse_cap(cap: str) -> int:
+    nbytes = parse_bytes(cap)
+    if nbytes < 1:
         raise typer.BadParameter(f"nothing fits into {cap}: give --cap 40GiB, for example")
-    return cap
+    return nbytes
 
 
 def parse_share(text: str | None) -> float | None:
@@ -163,15 +153,11 @@ ModelArgument = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="A model of the zoo (rekindle models), path/to/file.py:function, or a saved profile "
-        f"(FILE{SAVED_SUFFIX}).",
+        help=f"A model of the zoo, path/to/file.py:function, or a saved FILE{SAVED_SUFFIX}.",
     ),
 ]
 RunModelArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL", help="A model of the zoo (rekindle models), or path/to/file.py:function."
-    ),
+    str, typer.Argument(metavar="MODEL", help="A model of the zoo, or path/to/file.py:function.")
 ]
 BatchOption = Annotated[
     int | None, typer.Option("--batch", min=1, metavar="N", help="The batch size.")
@@ -184,8 +170,7 @@ DeviceOption = Annotated[
     typer.Option(
         "--device",
         metavar="cpu|cuda|NAME",
-        help="Where the step runs and is measured; or the name of a GPU, such as H200, to estimate "
-        "its times without it.",
+        help="Where the step runs; or the name of a GPU, such as H200, to forecast for it.",
     ),
 ]
 SchemesModelArgument = Annotated[
@@ -200,7 +185,7 @@ SizesOption = Annotated[
     typer.Option(
         "--sizes",
         metavar="N,M,…",
-        callback=_check_sizes,
+        callback=_checked(parse_sizes),
         help="The depths of the resnet, or the lengths of the lstm.",
     ),
 ]
@@ -275,9 +260,8 @@ BudgetOption = Annotated[
     typer.Option(
         "--budget",
         metavar="B",
-        callback=_check_budget,
-        help="The memory that the step may take: 8GiB, 500MB, bytes, or 60% of the plain step's "
-        "own peak.",
+        callback=_checked(_parse_budget),
+        help="The memory that the step may take: 8GiB, bytes, or 60% of the plain step's peak.",
     ),
 ]
 PlannerOption = Annotated[
@@ -327,13 +311,16 @@ SweepModelArgument = Annotated[
     str | None,
     typer.Argument(
         metavar="MODEL",
-        help="A model of the zoo (rekindle models), or path/to/file.py:function that takes batch.",
+        help="A model of the zoo, or path/to/file.py:function with an argument batch.",
     ),
 ]
 BatchesOption = Annotated[
     str | None,
     typer.Option(
-        "--batches", metavar="N,M,…", callback=_check_batches, help="The batch sizes to run."
+        "--batches",
+        metavar="N,M,…",
+        callback=_checked(parse_batches),
+        help="The batch sizes to run.",
     ),
 ]
 BudgetsOption = Annotated[
@@ -341,9 +328,8 @@ BudgetsOption = Annotated[
     typer.Option(
         "--budget",
         metavar="B,C,…",
-        callback=_check_budgets,
-        help="The memory that planned steps may take: 8GiB, or 60% of the plain step's own peak; "
-        "several are separated by commas.",
+        callback=_checked(parse_budgets),
+        help="The memory that planned steps may take: 8GiB, or 60% of the plain step's peak.",
     ),
 ]
 SweepFolderOption = Annotated[
@@ -363,7 +349,7 @@ CapOption = Annotated[
     typer.Option(
         "--cap",
         metavar="BYTES",
-        callback=_check_cap,
+        callback=_checked(_parse_cap),
         help="Limit each case to this much of the GPU's memory, such as 40GiB.",
     ),
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from rekindle.core.graph.schedule import Plan
 from rekindle.core.graph.simulate import ROLES
 from rekindle.planners.curve import Curve
 from rekindle.report.names import source_line
-from rekindle.report.summary import Activation, DecisionRow, Dropped, Peak, PeakPart, Summary, Work
+from rekindle.report.summary import Activation, DecisionRow, Peak, PeakPart, Summary, Work
 
 JSON_SCHEMA = 1
 """The version of every JSON document; it grows when a key changes its meaning or goes away."""
@@ -108,9 +109,9 @@ def _plan_data(summary: Summary, plan: Plan) -> dict[str, Any]:
             "planned": {part.label: part.nbytes for part in summary.peak.parts},
         },
         "dropped": {
-            "all": _group(summary.dropped),
-            "operators": [_group(group) for group in summary.dropped_kinds],
-            "modules": [_group(group) for group in summary.dropped_modules],
+            "all": asdict(summary.dropped),
+            "operators": [asdict(group) for group in summary.dropped_kinds],
+            "modules": [asdict(group) for group in summary.dropped_modules],
         },
         "decisions": [_decision(row) for row in summary.decisions],
     }
@@ -174,15 +175,7 @@ def _part(part: PeakPart) -> dict[str, Any]:
 
 
 def _work(row: Work) -> dict[str, Any]:
-    return {
-        "label": row.label,
-        "ops": row.ops,
-        "time_us": row.time_us,
-        "share": row.share,
-        "flops": row.flops,
-        "moved_bytes": row.moved_bytes,
-        "flops_per_byte": row.intensity,
-    }
+    return {**asdict(row), "flops_per_byte": row.intensity}
 
 
 def _activation(row: Activation, summary: Summary) -> dict[str, Any]:
@@ -211,16 +204,6 @@ def _point(plan: Plan, plain_us: float) -> dict[str, Any]:
         "recompute_us": plan.recompute_us,
         "bound_us": plan.bound_us,
         "dropped": sum(not decision.is_kept for decision in plan.decisions),
-    }
-
-
-def _group(group: Dropped) -> dict[str, Any]:
-    return {
-        "label": group.label,
-        "dropped": group.dropped,
-        "activations": group.count,
-        "freed_bytes": group.freed_bytes,
-        "added_us": group.added_us,
     }
 
 

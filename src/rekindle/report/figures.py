@@ -82,15 +82,10 @@ def write_curve_png(path: Path, plain: Summary, curves: Sequence[Curve]) -> None
             _note_height(axes, xs[ys.index(max(ys))], top, max(ys), hue)
     _draw_bound(axes, curves, unit, whole)
     _mark_plain(axes, plain, unit)
-    axes.set_xlabel(f"peak memory, {unit_name}", color=INK)
-    axes.set_ylabel(f"added time, % of {format_us(plain.step_us)}", color=INK)
+    finish(axes, f"peak memory, {unit_name}", f"added time, % of {format_us(plain.step_us)}")
     axes.set_xlim(0, axes.get_xlim()[1] * 1.08)  # room for the plain step's name
     axes.set_ylim(0, top * 1.1)
-    axes.grid(color=GRID, lw=0.8, zorder=1)
-    axes.tick_params(labelsize=9)
     axes.legend(loc="best", fontsize=9, frameon=False)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
     figure.savefig(path, dpi=DPI, format="png")
 
 
@@ -122,16 +117,31 @@ def _draw_peak(axes: Any, summary: Summary) -> None:
     axes.invert_yaxis()
     for place, part in zip(places, parts, strict=True):
         text = f"{format_bytes(part.nbytes)}  ({percent(part.share)})"
-        axes.annotate(
-            text,
-            (part.share * 100, place),
-            xytext=(5, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=9,
-            color=INK,
-        )
+        annotate(axes, text, (part.share * 100, float(place)), (5, 0), va="center")
     axes.set_xlim(0, max([*sizes, 1.0]) * 1.2)
+    hide_frame(axes)
+
+
+def annotate(
+    axes: Any, text: str, at: tuple[float, float], shift: tuple[float, float], **style: Any
+) -> None:
+    """Write a text at a point of the axes, shifted by typographic points."""
+    usual = {"textcoords": "offset points", "fontsize": 9, "color": INK}
+    axes.annotate(text, at, xytext=shift, **(usual | style))
+
+
+def finish(axes: Any, x_label: str, y_label: str, grid: str = "both") -> None:
+    """Label the axes, and draw a grid and no frame."""
+    axes.set_xlabel(x_label, color=INK)
+    axes.set_ylabel(y_label, color=INK)
+    axes.grid(axis=grid, color=GRID, lw=0.8, zorder=1)
+    axes.tick_params(labelsize=9)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def hide_frame(axes: Any) -> None:
+    """Leave only the names of bars on the vertical axis."""
     axes.set_xticks([])
     axes.tick_params(axis="y", length=0, labelsize=9)
     for side in axes.spines.values():
@@ -162,17 +172,8 @@ def _draw_timeline(axes: Any, trace: Trace, plain: Trace | None = None) -> None:
         if first:
             axes.axvline(start, color=GREY, lw=0.8, ls=":", zorder=4)
         if (stop - start) / end > _LEAST_LABELLED_SHARE:
-            middle = ((start + stop) / 2, 1.0)
-            axes.annotate(
-                phase,
-                middle,
-                xycoords=("data", "axes fraction"),
-                xytext=(0, 4),
-                textcoords="offset points",
-                ha="center",
-                fontsize=9,
-                color=GREY,
-            )
+            middle, frame = ((start + stop) / 2, 1.0), ("data", "axes fraction")
+            annotate(axes, phase, middle, (0, 4), xycoords=frame, ha="center", color=GREY)
 
     bottom = np.zeros(len(trace.ops) + 1)
     for label, sizes in stacked(trace):
@@ -190,13 +191,8 @@ def _draw_timeline(axes: Any, trace: Trace, plain: Trace | None = None) -> None:
     _mark_peak(axes, trace, edges, top)
     axes.set_xlim(0, end)
     axes.set_ylim(0, (highest / unit or 1.0) * 1.25)
-    axes.set_xlabel(f"time in the step, {clock_name}" if trace.step_us else "op", color=INK)
-    axes.set_ylabel(unit_name, color=INK)
-    axes.grid(axis="y", color=GRID, lw=0.8, zorder=1)
-    axes.tick_params(labelsize=9)
+    finish(axes, f"time in the step, {clock_name}" if trace.step_us else "op", unit_name, "y")
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=5, fontsize=9, frameon=False)
-    for name in ("top", "right"):
-        axes.spines[name].set_visible(False)
 
 
 def _mark_peak(axes: Any, trace: Trace, edges: Any, top: float) -> None:
@@ -204,15 +200,13 @@ def _mark_peak(axes: Any, trace: Trace, edges: Any, top: float) -> None:
     at = float(edges[position] + edges[position + 1]) / 2
     is_right = at > edges[-1] / 2
     name = shorten(trace.graph.ops[trace.peak_op].name, 40)
-    axes.annotate(
+    annotate(
+        axes,
         f"peak {format_bytes(trace.peak_bytes)}\n{name}",
         (at, top),
-        xytext=(-24 if is_right else 24, 24),
-        textcoords="offset points",
+        (-24 if is_right else 24, 24),
         ha="right" if is_right else "left",
         va="center",
-        fontsize=9,
-        color=INK,
         zorder=5,
         bbox={"boxstyle": "round,pad=0.3", "facecolor": "white", "edgecolor": INK, "lw": 0.8},
         arrowprops={"arrowstyle": "-|>", "color": INK, "lw": 0.9},
@@ -235,23 +229,13 @@ def _top(curves: Sequence[Curve], whole: float) -> float:
 
 def _note_height(axes: Any, x: float, top: float, height: float, colour: str) -> None:
     """Write the height of a point that is above the axis."""
-    text = f"↑ {height:.0f}%"
-    place = {"xytext": (0, 8), "textcoords": "offset points", "ha": "center"}
-    axes.annotate(text, (x, top), fontsize=9, color=colour, **place)
+    annotate(axes, f"↑ {height:.0f}%", (x, top), (0, 8), ha="center", color=colour)
 
 
 def _mark_budget(axes: Any, budget_bytes: int, unit: int) -> None:
     axes.axhline(budget_bytes / unit, color=INK, lw=1.0, ls=":", zorder=4)
-    axes.annotate(
-        f"budget {format_bytes(budget_bytes)}",
-        (1.0, budget_bytes / unit),
-        xycoords=("axes fraction", "data"),
-        xytext=(-4, 3),
-        textcoords="offset points",
-        ha="right",
-        fontsize=9,
-        color=INK,
-    )
+    text, frame = f"budget {format_bytes(budget_bytes)}", ("axes fraction", "data")
+    annotate(axes, text, (1.0, budget_bytes / unit), (-4, 3), xycoords=frame, ha="right")
 
 
 def _draw_bound(axes: Any, curves: Sequence[Curve], unit: int, whole: float) -> None:
@@ -268,11 +252,4 @@ def _draw_bound(axes: Any, curves: Sequence[Curve], unit: int, whole: float) -> 
 def _mark_plain(axes: Any, plain: Summary, unit: int) -> None:
     at = plain.peak.nbytes / unit
     axes.plot([at], [0], marker="o", ms=8, color=INK, ls="none", clip_on=False, zorder=12)
-    axes.annotate(
-        f"plain step\n{format_bytes(plain.peak.nbytes)}",
-        (at, 0),
-        xytext=(8, 6),
-        textcoords="offset points",
-        fontsize=9,
-        color=INK,
-    )
+    annotate(axes, f"plain step\n{format_bytes(plain.peak.nbytes)}", (at, 0), (8, 6))

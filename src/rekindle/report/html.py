@@ -142,7 +142,7 @@ def _plan_facts(summary: Summary, plan: Plan) -> list[tuple[str, str]]:
         ("of plain", percent(summary.peak_share)),
         ("time of a step", format_us(summary.step_us)),
         ("added time", fine_percent(summary.added_share)),
-        ("dropped", f"{dropped.dropped:,} of {dropped.count:,}"),
+        ("dropped", f"{dropped.dropped:,} of {dropped.activations:,}"),
         ("planner", plan.planner),
     ]
     if bound is not None:
@@ -259,7 +259,7 @@ def _dropped_rows(groups: Sequence[Dropped]) -> str:
 
     def row(label: str, members: Sequence[Dropped]) -> str:
         dropped, freed = sum(g.dropped for g in members), sum(g.freed_bytes for g in members)
-        count, added = sum(g.count for g in members), sum(g.added_us for g in members)
+        count, added = sum(g.activations for g in members), sum(g.added_us for g in members)
         note = f"{dropped:,} of {_tensors(count)}, {format_us(added)} to compute again"
         text = f"{label}<small>{note}</small>"
         return _bar_row(text, format_bytes(freed), freed / total, colour("activation"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -49,16 +50,7 @@ def page_data(summary: Summary, layout: Layout | None = None) -> dict[str, Any]:
         "band_colours": PHASE_BANDS,
         "activations": [_bar(row) for row in _longest_idle(rows)],
         "operators": [
-            {
-                "label": row.label,
-                "ops": row.ops,
-                "time_us": round(row.time_us, 3),
-                "share": row.share,
-                "mean_us": row.mean_us,
-                "flops": row.flops,
-                "moved_bytes": row.moved_bytes,
-                "intensity": row.intensity,
-            }
+            {**asdict(row), "mean_us": row.mean_us, "intensity": row.intensity}
             for row in rows.operators
         ],
     }

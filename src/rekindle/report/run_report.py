@@ -158,7 +158,7 @@ def _plan_in_short(summary: Summary) -> str:
     again = summary.recomputed_ops
     ops = "1 op runs" if again == 1 else f"{again:,} ops run"
     return (
-        f"{planner} drops {dropped.dropped:,} of {dropped.count:,} activations, "
+        f"{planner} drops {dropped.dropped:,} of {dropped.activations:,} activations, "
         f"{format_bytes(dropped.freed_bytes)} in all; {ops} again"
     )
 

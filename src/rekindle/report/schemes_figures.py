@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rekindle.report.figures import DPI, GREY, GRID, INK, new_figure
+from rekindle.report.figures import DPI, GREY, GRID, INK, annotate, hide_frame, new_figure
 from rekindle.report.palette import MARKERS, SERIES
 from rekindle.report.schemes_report import (
     SCHEMES,
@@ -132,17 +132,8 @@ def _label_ends(axes: Any, ends: Sequence[tuple[float, float, str, str]]) -> Non
         shift = moved - heights[place]
         leader = {"arrowstyle": "-", "color": colour, "lw": 0.8, "shrinkA": 2, "shrinkB": 5}
         leader |= {"relpos": (0.0, 0.5)}  # the start of the text
-        axes.annotate(
-            text,
-            (x, y),
-            xytext=(16, shift),
-            textcoords="offset points",
-            va="center",
-            fontsize=9,
-            color=colour,
-            annotation_clip=False,
-            arrowprops=leader if abs(shift) > 2 else None,
-        )
+        style = {"color": colour, "arrowprops": leader if abs(shift) > 2 else None}
+        annotate(axes, text, (x, y), (16, shift), va="center", annotation_clip=False, **style)
 
 
 def spread_apart(heights: Sequence[float]) -> tuple[list[int], list[float]]:
@@ -180,20 +171,10 @@ def _draw_bars(
             axes.barh(place, value, color=COLOURS[scheme.name], height=0.72, zorder=3)
         if value is None and write is percent:
             continue  # nothing is recomputed
-        axes.annotate(
-            ABSENT if value is None else write(value),
-            (value or 0.0, place),
-            xytext=(5, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=9,
-            color=GREY if value is None else INK,
-        )
+        text, colour = (ABSENT, GREY) if value is None else (write(value), INK)
+        annotate(axes, text, (value or 0.0, place), (5, 0), va="center", color=colour)
     names = [scheme.label if is_named else "" for scheme in SCHEMES]
     axes.set_yticks(range(len(SCHEMES)), names)
     axes.set_ylim(len(SCHEMES) - 0.5, -0.5)
     axes.set_xlim(0, axes.get_xlim()[1] * 1.15)
-    axes.set_xticks([])
-    axes.tick_params(axis="y", length=0, labelsize=9)
-    for side in axes.spines.values():
-        side.set_visible(False)
+    hide_frame(axes)

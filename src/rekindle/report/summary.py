@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from rekindle.core.cost.profile import Profile
 from rekindle.core.cost.roofline import bytes_moved
 from rekindle.core.graph.graph import Op, Phase, Role, StepGraph, Value
-from rekindle.core.graph.liveness import Lifetime
 from rekindle.core.graph.op_names import op_name
 from rekindle.core.graph.schedule import Plan
 from rekindle.core.graph.simulate import Trace, simulate
@@ -75,17 +74,23 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Activation:
-    """One activation: its bytes, and how long they are idle between forward and backward use."""
+class TensorRow:
+    """One tensor: its storage, and the operator, module and source line that made it."""
 
     storage: int
     name: str
     kind: str
     module: str
     source: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Activation(TensorRow):
+    """An activation, and how long it is idle between forward and backward use."""
+
     shape: tuple[int, ...]
     dtype: str
-    nbytes: int
     idle_us: float
     last_forward: int | None
     first_backward: int | None
@@ -97,14 +102,9 @@ class Activation:
 
 
 @dataclass(frozen=True, slots=True)
-class DecisionRow:
-    """One activation: what it is, whether it is kept or dropped, and why."""
+class DecisionRow(TensorRow):
+    """An activation, whether it is kept or dropped, and why."""
 
-    name: str
-    kind: str
-    module: str
-    source: str
-    nbytes: int
     is_kept: bool
     freed_bytes: int
     added_us: float
@@ -117,7 +117,7 @@ class Dropped:
 
     label: str
     dropped: int
-    count: int
+    activations: int
     freed_bytes: int
     added_us: float
 
@@ -270,7 +270,7 @@ def summarize(
         moved_bytes=moved,
         plan=plan,
         plan_seconds=plan_seconds,
-        decisions=_decisions(graph, trace, plan) if plan is not None else (),
+        decisions=_decisions(trace, plan) if plan is not None else (),
     )
 
 
@@ -343,51 +343,48 @@ def first_values(graph: StepGraph) -> dict[int, Value]:
     return names
 
 
+def _tensor_row(trace: Trace, names: Mapping[int, Value], storage: int) -> dict[str, Any]:
+    """The fields of a `TensorRow`."""
+    maker = trace.graph.ops[int(trace.liveness.birth[storage])]
+    return {
+        "storage": storage,
+        "name": names[storage].name,
+        "kind": op_name(maker),
+        "module": maker.source.module,
+        "source": source_line(maker.source),
+        "nbytes": int(trace.sizes_bytes[storage]),
+    }
+
+
 def activations_of(trace: Trace) -> tuple[Activation, ...]:
     """The activations of a plain step, most bytes × idle time first."""
-    graph = trace.graph
-    names = first_values(graph)
-
-    def row(lifetime: Lifetime) -> Activation:
-        storage = lifetime.storage
-        value = names[storage]
-        maker = graph.ops[lifetime.birth or 0]
-        return Activation(
-            storage=storage,
-            name=value.name,
-            kind=op_name(maker),
-            module=maker.source.module,
-            source=source_line(maker.source),
-            shape=value.shape,
-            dtype=value.dtype,
-            nbytes=int(trace.sizes_bytes[storage]),
+    names = first_values(trace.graph)
+    rows = [
+        Activation(
+            **_tensor_row(trace, names, lifetime.storage),
+            shape=names[lifetime.storage].shape,
+            dtype=names[lifetime.storage].dtype,
             idle_us=lifetime.inactive_us(trace.starts_us),
             last_forward=lifetime.last_forward_use,
             first_backward=lifetime.first_backward_use,
         )
-
-    rows = [row(lifetime) for lifetime in trace.liveness.activations()]
+        for lifetime in trace.liveness.activations()
+    ]
     return tuple(sorted(rows, key=lambda each: (-each.byte_us, -each.nbytes, each.storage)))
 
 
-def _decisions(graph: StepGraph, trace: Trace, plan: Plan) -> tuple[DecisionRow, ...]:
-    names = first_values(graph)
-    rows = []
-    for decision in plan.decisions:
-        maker = graph.ops[int(trace.liveness.birth[decision.storage])]
-        rows.append(
-            DecisionRow(
-                name=names[decision.storage].name,
-                kind=op_name(maker),
-                module=maker.source.module,
-                source=source_line(maker.source),
-                nbytes=int(trace.sizes_bytes[decision.storage]),
-                is_kept=decision.is_kept,
-                freed_bytes=decision.freed_bytes,
-                added_us=decision.added_us,
-                reason=decision.reason,
-            )
+def _decisions(trace: Trace, plan: Plan) -> tuple[DecisionRow, ...]:
+    names = first_values(trace.graph)
+    rows = [
+        DecisionRow(
+            **_tensor_row(trace, names, decision.storage),
+            is_kept=decision.is_kept,
+            freed_bytes=decision.freed_bytes,
+            added_us=decision.added_us,
+            reason=decision.reason,
         )
+        for decision in plan.decisions
+    ]
     return tuple(sorted(rows, key=lambda row: -row.nbytes))
 
 
@@ -408,7 +405,7 @@ def _group(label: str, rows: Iterable[DecisionRow]) -> Dropped:
     return Dropped(
         label=label,
         dropped=sum(not row.is_kept for row in rows),
-        count=len(rows),
+        activations=len(rows),
         freed_bytes=sum(row.freed_bytes for row in rows),
         added_us=sum(row.added_us for row in rows),
     )

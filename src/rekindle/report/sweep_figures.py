@@ -7,7 +7,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from rekindle.report.figures import DPI, GREY, GRID, INK, byte_unit, new_figure
+from rekindle.report.figures import DPI, GREY, INK, annotate, byte_unit, finish, new_figure
 from rekindle.report.palette import MARKERS, SERIES
 from rekindle.report.sweep_report import (
     CHECKPOINT,
@@ -44,6 +44,7 @@ _MOST_FLAT_LABELS = 20  # with more bars, labels are upright
 _FAR_ABOVE_RATIO = 2.0  # a cap this many times as high as the bars is not shown
 _LOGARITHMIC_RATIO = 8.0  # from the smallest to the largest batch size
 _MOST_NAMES = 7  # per row of a legend
+_WHITE_BOX = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
 _LAST_NAMES = ("forecast", "cap", "does not fit")  # in a legend
 
 Data = Mapping[str, Any]
@@ -102,7 +103,9 @@ def memory_figure(data: Data) -> Any:
             zorder=3,
         )
         for batch, peak in found:
-            _write_above(axes, places[batch], peak / unit, _short(peak / unit), upright)
+            style = {"ha": "center", "va": "bottom", "rotation": 90 if upright else 0}
+            style |= {"zorder": 7, "bbox": _WHITE_BOX}
+            annotate(axes, _short(peak / unit), (places[batch], peak / unit), (0, 3), **style)
         for batch in series.too_large:
             height = (cap or highest) / unit
             _mark_missing(axes, series, batch, places[batch], height, width * 0.92, every)
@@ -110,7 +113,7 @@ def memory_figure(data: Data) -> Any:
     axes.set_xticks(range(len(batches)), [f"{batch:,}" for batch in batches])
     axes.set_xlim(-0.5, len(batches) - 0.5)
     axes.set_ylim(0, highest / unit * (1.2 if upright else 1.1))
-    _finish(axes, "batch size", f"peak memory, {unit_name}")
+    finish(axes, "batch size", f"peak memory, {unit_name}", "y")
     _add_legend(figure, axes)
     return figure
 
@@ -134,10 +137,10 @@ def latency_figure(data: Data) -> Any:
     else:
         above.set_ylim(0, max(times) * 1.1)
     if any(lines.values()):
-        _finish(above, "", "step time, ms")
+        finish(above, "", "step time, ms", "y")
         _draw_ratios(below, every, lines)
     else:
-        _finish(above, "batch size", "step time, ms")
+        finish(above, "batch size", "step time, ms", "y")
     _add_legend(figure, above)
     return figure
 
@@ -151,7 +154,7 @@ def _draw_ratios(
     ratios = [1.0, *(ratio for line in lines.values() for _, ratio in line)]
     room = max(max(ratios) - min(ratios), 0.1)
     axes.set_ylim(min(ratios) - 0.2 * room, max(ratios) + 0.2 * room)
-    _finish(axes, "batch size", "× plain")
+    finish(axes, "batch size", "× plain", "y")
 
 
 def throughput_figure(data: Data) -> Any:
@@ -166,7 +169,7 @@ def throughput_figure(data: Data) -> Any:
     _draw_lines(axes, every, batches, lambda record: record["samples_per_s"])
     axes.set_ylim(0, max(rates) * 1.1)
     axes.yaxis.set_major_formatter(lambda rate, place: f"{rate:,.10g}")
-    _finish(axes, "batch size", "samples a second")
+    finish(axes, "batch size", "samples a second", "y")
     _add_legend(figure, axes)
     return figure
 
@@ -191,7 +194,7 @@ def trade_off_figure(data: Data) -> Any:
     axes.set_ylim(min(ys) - 0.16 * room, max(ys) + 0.16 * room)
     axes.axhline(1.0, color=GREY, lw=0.8, ls=":", zorder=2)
     axes.axvline(100.0, color=GREY, lw=0.8, ls=":", zorder=2)
-    _finish(axes, "peak memory, % of plain", "step time, × plain", grid="both")
+    finish(axes, "peak memory, % of plain", "step time, × plain")
     _add_legend(figure, axes)
     return figure
 
@@ -283,18 +286,10 @@ def _mark_shortages(axes: Any, every: Sequence[Series]) -> None:
     short = [series for series in every if series.too_large]
     for place, series in enumerate(short):
         for batch in series.too_large:
-            axes.annotate(
-                "×",
-                (batch, 0.0),
-                xycoords=("data", "axes fraction"),
-                xytext=(9.0 * (place - (len(short) - 1) / 2), 9),
-                textcoords="offset points",
-                ha="center",
-                va="center",
-                fontsize=15,
-                color=_colour(series, every),
-                zorder=9,
-            )
+            shift = (9.0 * (place - (len(short) - 1) / 2), 9.0)
+            style = {"fontsize": 15, "color": _colour(series, every), "zorder": 9}
+            style |= {"xycoords": ("data", "axes fraction"), "ha": "center", "va": "center"}
+            annotate(axes, "×", (batch, 0.0), shift, **style)
     if short:
         axes.plot([], [], marker="x", mew=1.5, ls="none", color=GREY, label="does not fit")
 
@@ -345,13 +340,11 @@ def _draw_curve(
         zorder=6 if way == PLANNED else 5,
         label=label,
     )
-    place = {"xytext": (0, -9 if is_lowest else 9), "textcoords": "offset points"}
-    place |= {"ha": "center", "va": "top" if is_lowest else "bottom"}
+    shift = (0.0, -9.0 if is_lowest else 9.0)
+    style = {"ha": "center", "va": "top" if is_lowest else "bottom", "color": _COLOURS[way]}
     for x, y, series in line if len(line) > 1 else ():
         text = "all" if series.setting is None else str(series.setting)
-        behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
-        style = {"fontsize": 9, "color": _COLOURS[way], "zorder": 7, "bbox": behind}
-        axes.annotate(text, (x, y), **style, **place)
+        annotate(axes, text, (x, y), shift, zorder=7, bbox=_WHITE_BOX, **style)
 
 
 def _mark_forecasts(
@@ -386,33 +379,8 @@ def _mark_missing(
     outline = {"facecolor": "none", "edgecolor": colour, "ls": (0, (4, 3)), "lw": 1.0}
     axes.bar([place], [height], width=width * 0.9, zorder=2, alpha=0.6, **outline)
     why = "no plan fits" if series.records[batch]["kind"] == INFEASIBLE else "out of memory"
-    axes.text(
-        place,
-        height * 0.04,
-        why,
-        rotation=90,
-        ha="center",
-        va="bottom",
-        fontsize=9,
-        color=INK,
-        zorder=6,
-    )
-
-
-def _write_above(axes: Any, x: float, y: float, text: str, upright: bool) -> None:
-    axes.annotate(
-        text,
-        (x, y),
-        xytext=(0, 3),
-        textcoords="offset points",
-        ha="center",
-        va="bottom",
-        rotation=90 if upright else 0,
-        fontsize=9,
-        color=INK,
-        zorder=7,
-        bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},
-    )
+    style = {"rotation": 90, "ha": "center", "va": "bottom", "fontsize": 9, "zorder": 6}
+    axes.text(place, height * 0.04, why, color=INK, **style)
 
 
 def _short(number: float) -> str:
@@ -422,15 +390,6 @@ def _short(number: float) -> str:
     ('0.123', '29.0', '1,234')
     """
     return f"{number:,.0f}" if number >= 100 else f"{number:#.3g}"
-
-
-def _finish(axes: Any, x_label: str, y_label: str, *, grid: str = "y") -> None:
-    axes.set_xlabel(x_label, color=INK)
-    axes.set_ylabel(y_label, color=INK)
-    axes.grid(axis=grid, color=GRID, lw=0.8, zorder=1)
-    axes.tick_params(labelsize=9)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
 
 
 def _add_legend(figure: Any, axes: Any) -> None:

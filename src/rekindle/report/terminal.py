@@ -167,7 +167,7 @@ def _plan_head(summary: Summary, plan: Plan) -> Table:
     if bound is not None:
         grid.add_row("bound", bound)
     freed = f", {format_bytes(dropped.freed_bytes)} in all" if dropped.dropped else ""
-    grid.add_row("dropped", f"{dropped.dropped:,} of {dropped.count:,} activations{freed}")
+    grid.add_row("dropped", f"{dropped.dropped:,} of {dropped.activations:,} activations{freed}")
     if summary.method:
         grid.add_row("times", summary.method)
     return grid
@@ -280,7 +280,7 @@ def _dropped_table(title: str, groups: Sequence[Dropped], most: int) -> Table:
     add_numbers(table, "tensors", "bytes", "time added")
 
     def add(label: RenderableType, members: Sequence[Dropped]) -> None:
-        dropped, count = sum(g.dropped for g in members), sum(g.count for g in members)
+        dropped, count = sum(g.dropped for g in members), sum(g.activations for g in members)
         freed, added_us = sum(g.freed_bytes for g in members), sum(g.added_us for g in members)
         table.add_row(label, f"{dropped:,} of {count:,}", format_bytes(freed), format_us(added_us))
 
