@@ -1,4 +1,4 @@
-"""What others do about memory, as the command line has it."""
+"""Other techniques that save memory, from the package."""
 
 from __future__ import annotations
 

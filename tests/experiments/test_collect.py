@@ -1,4 +1,4 @@
-"""Pieces are collected task by task: what is there stays, what went wrong is tried again."""
+"""Pieces are collected task by task: results are kept, failed tasks are run again."""
 
 from __future__ import annotations
 

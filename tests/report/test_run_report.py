@@ -1,4 +1,4 @@
-"""What `rekindle run` shows: measured beside forecast, and whether the promises held."""
+"""What `rekindle run` shows: measured next to forecast, and whether the promises held."""
 
 from __future__ import annotations
 

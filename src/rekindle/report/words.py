@@ -97,8 +97,8 @@ def plan_in_words(summary: Summary) -> str:
         return f"Nothing has to be dropped. The peak {change}."
     return (
         f"Of {dropped.activations:,} activations, {dropped.dropped:,} are dropped after their last "
-        f"use in the forward pass ({format_bytes(dropped.freed_bytes)} in all) and computed again when "
-        f"the backward pass needs them. The peak {change}, and a step takes "
+        f"use in the forward pass ({format_bytes(dropped.freed_bytes)} in all) and computed again "
+        f"when the backward pass needs them. The peak {change}, and a step takes "
         f"{format_us(summary.step_us)} rather than {format_us(plain.step_us)}: "
         f"{fine_percent(summary.added_share)} more."
     )
