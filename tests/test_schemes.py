@@ -15,7 +15,7 @@ from rekindle.core.cost.profile import Profile
 from rekindle.core.graph.graph import Role, StepGraph
 from rekindle.models.workload import ModelSpec, Workload
 from rekindle.models.zoo import small
-from rekindle.models.zoo.catalog import build_spec
+from rekindle.models.zoo.catalog import build
 from rekindle.models.zoo.families import FAMILIES
 from rekindle.report.schemes_report import SCHEMES, Estimate, growth
 from rekindle.studies.schemes import (
@@ -65,7 +65,7 @@ def test_memory_grows_with_the_root_of_the_length() -> None:
     found: dict[str, list[int]] = {scheme.name: [] for scheme in schemes}
     for length in LENGTHS:
         build_fn = partial(small.lstm_stepped, length)
-        work = build_spec(ModelSpec("lstm", "", 8, build_fn), hidden=64, vocab=100, layers=1)
+        work = build(ModelSpec("lstm", "", 8, build_fn), hidden=64, vocab=100, layers=1)
         for name, each in estimate(*profiled(work), schemes=schemes).items():
             found[name].append(each.feature_bytes)
     assert growth(LENGTHS, found["none"]) == pytest.approx(1.0, abs=0.1)

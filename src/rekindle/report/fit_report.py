@@ -22,8 +22,10 @@ def fit_summary(title: str, found: LargestBatch) -> RenderableType:
     table = new_table()
     table.add_column(no_wrap=True)
     add_numbers(table, "batch", "peak", "step", "samples/s", "of plain's")
-    plain = found.plain
-    for label, fit in _rows(found):
+    plain, rows = found.plain, [("plain", found.plain), ("planned", found.planned)]
+    if found.at_least is not None:
+        rows.append((f"planned, ≥ {percent(found.at_least)}", found.quick))
+    for label, fit in rows:
         if fit is None:
             table.add_row(label, "none fits")
             continue
@@ -62,28 +64,14 @@ def fit_data(found: LargestBatch) -> dict[str, Any]:
         "method": found.method,
         "at_least": found.at_least,
         "least_bytes": found.least_bytes,
-        **{name: _fit_data(fit) for name, fit in zip(_NAMES, _fits(found), strict=True)},
+        "plain": _fit_data(found.plain),
+        "planned": _fit_data(found.planned),
+        "quick": _fit_data(found.quick),
     }
 
 
-_NAMES = ("plain", "planned", "quick")
-
-
-def _fits(found: LargestBatch) -> tuple[Fit | None, Fit | None, Fit | None]:
-    return found.plain, found.planned, found.quick
-
-
-def _rows(found: LargestBatch) -> list[tuple[str, Fit | None]]:
-    rows = [("plain", found.plain), ("planned", found.planned)]
-    if found.at_least is not None:
-        rows.append((f"planned, ≥ {percent(found.at_least)}", found.quick))
-    return rows
-
-
 def _fit_data(fit: Fit | None) -> dict[str, Any] | None:
-    if fit is None:
-        return None
-    return {**fit._asdict(), "samples_per_s": fit.samples_per_s}
+    return None if fit is None else {**fit._asdict(), "samples_per_s": fit.samples_per_s}
 
 
 def check_in_words(checked: dict[str, Any]) -> str:

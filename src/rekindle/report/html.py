@@ -237,21 +237,15 @@ def _two_tables(
 
 
 def _activation_rows(parts: Sequence[PeakPart]) -> str:
+    def row(label: str, members: Sequence[PeakPart], fill: str) -> str:
+        nbytes, share = sum(p.nbytes for p in members), sum(p.share for p in members)
+        text = f"{label}<small>{_tensors(sum(p.count for p in members))}</small>"
+        return _bar_row(text, format_bytes(nbytes), share, fill)
+
+    rows = [row(_breakable(p.label), [p], colour("activation")) for p in parts[:_MOST_GROUPS]]
     rest = parts[_MOST_GROUPS:]
-    rows = [
-        _bar_row(
-            f"{_breakable(part.label)}<small>{_tensors(part.count)}</small>",
-            format_bytes(part.nbytes),
-            part.share,
-            colour("activation"),
-        )
-        for part in parts[:_MOST_GROUPS]
-    ]
-    if rest:
-        nbytes, share = sum(p.nbytes for p in rest), sum(p.share for p in rest)
-        label = f"{len(rest)} more<small>{_tensors(sum(p.count for p in rest))}</small>"
-        rows.append(_bar_row(label, format_bytes(nbytes), share, colour("library workspace")))
-    return "".join(rows)
+    more = row(f"{len(rest)} more", rest, colour("library workspace")) if rest else ""
+    return "".join(rows) + more
 
 
 def _dropped_rows(groups: Sequence[Dropped]) -> str:
@@ -264,9 +258,9 @@ def _dropped_rows(groups: Sequence[Dropped]) -> str:
         text = f"{label}<small>{note}</small>"
         return _bar_row(text, format_bytes(freed), freed / total, colour("activation"))
 
-    rows = [row(_breakable(group.label), [group]) for group in groups[:_MOST_GROUPS]]
     rest = groups[_MOST_GROUPS:]
-    return "".join([*rows, row(f"{len(rest)} more", rest)] if rest else rows)
+    rows = [row(_breakable(group.label), [group]) for group in groups[:_MOST_GROUPS]]
+    return "".join(rows) + (row(f"{len(rest)} more", rest) if rest else "")
 
 
 def _breakable(path: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict
 from itertools import groupby, pairwise
 from typing import Any
@@ -28,13 +29,16 @@ def page_data(summary: Summary, layout: Layout | None = None) -> dict[str, Any]:
     """All data of the page, ready for JSON; with a layout, the map of the arena."""
     graph, plan = summary.graph, summary.plan
     rows = summary if plan is None else summarize(graph, summary.profile, summary.unplanned)
-    phases, targets, modules, sources = [p.value for p in Phase], _Texts(), _Texts(), _Texts()
+    phases = [phase.value for phase in Phase]
+    targets, target = _numbered(op.target for op in graph.ops)
+    modules, module = _numbered(op.source.module for op in graph.ops)
+    sources, source = _numbered(source_line(op.source) for op in graph.ops)
     columns = {
         "name": [op.name for op in graph.ops],
-        "target": [targets.number(op.target) for op in graph.ops],
+        "target": target,
         "phase": [phases.index(op.phase.value) for op in graph.ops],
-        "module": [modules.number(op.source.module) for op in graph.ops],
-        "source": [sources.number(source_line(op.source)) for op in graph.ops],
+        "module": module,
+        "source": source,
         "time_us": _rounded(summary.profile.times_us),
         "workspace_bytes": summary.profile.workspaces_bytes.tolist(),
         "flops": [op.flops for op in graph.ops],
@@ -43,9 +47,9 @@ def page_data(summary: Summary, layout: Layout | None = None) -> dict[str, Any]:
     data: dict[str, Any] = {
         "plain": _run_data(summary.unplanned),
         "phases": phases,
-        "targets": targets.rows,
-        "modules": modules.rows,
-        "sources": sources.rows,
+        "targets": targets,
+        "modules": modules,
+        "sources": sources,
         "ops": columns,
         "band_colours": PHASE_BANDS,
         "activations": [_bar(row) for row in _longest_idle(rows)],
@@ -61,6 +65,13 @@ def page_data(summary: Summary, layout: Layout | None = None) -> dict[str, Any]:
     if layout is not None:
         data["map"] = map_data(summary.trace, layout)
     return data
+
+
+def _numbered(texts: Iterable[str]) -> tuple[list[str], list[int]]:
+    """The different texts, and for each text its number among them."""
+    numbers: dict[str, int] = {}
+    column = [numbers.setdefault(text, len(numbers)) for text in texts]
+    return list(numbers), column
 
 
 def _run_data(trace: Trace) -> dict[str, Any]:
@@ -226,17 +237,3 @@ def _check_layout(trace: Trace, layout: Layout) -> None:
             "the layout is not of the step that the page shows: make it with "
             "rekindle.layout(graph, plan), of the same plan as the trace."
         )
-
-
-class _Texts:
-    """Texts that occur often, stored once and referred to by number."""
-
-    def __init__(self) -> None:
-        self.rows: list[str] = []
-        self._numbers: dict[str, int] = {}
-
-    def number(self, text: str) -> int:
-        if text not in self._numbers:
-            self._numbers[text] = len(self.rows)
-            self.rows.append(text)
-        return self._numbers[text]

@@ -40,26 +40,16 @@ def write_schemes_png(path: Path, study: Study) -> None:
     aside = "All that a step takes, measured" if is_run else "Time added to the plain step"
     narrow.set_title(aside, loc="left", fontsize=11, color=INK)
     draw = _draw_lines if len(study.results) > 1 else _draw_bars
-    draw(wide, study, _feature_bytes, format_bytes, is_named=True)
+
+    def added(scheme: Scheme, result: SizeResult) -> float | None:
+        return result.added_share(scheme) if scheme.planner else None
+
+    draw(wide, study, lambda s, r: r.feature_bytes(s) or None, format_bytes, is_named=True)
     if is_run:
-        draw(narrow, study, _measured_bytes, format_bytes, is_named=False)
+        draw(narrow, study, lambda s, r: r.measured_bytes(s), format_bytes, is_named=False)
     else:
-        draw(narrow, study, _added_share, percent, is_named=False)
+        draw(narrow, study, added, percent, is_named=False)
     figure.savefig(path, dpi=DPI, format="png", pil_kwargs={"optimize": True})
-
-
-def _feature_bytes(scheme: Scheme, result: SizeResult) -> float | None:
-    return result.estimates[scheme.name].feature_bytes or None
-
-
-def _measured_bytes(scheme: Scheme, result: SizeResult) -> float | None:
-    taken = result.measured.get(scheme.name)
-    return taken.peak_bytes if taken else None
-
-
-def _added_share(scheme: Scheme, result: SizeResult) -> float | None:
-    added = result.estimates[scheme.name].added_us / (result.step_us or 1.0)
-    return added if scheme.planner else None
 
 
 def _draw_lines(

@@ -75,6 +75,19 @@ class SizeResult:
     estimates: Mapping[str, Estimate]
     measured: Mapping[str, Measured]
 
+    def feature_bytes(self, scheme: Scheme) -> int:
+        """The bytes of feature maps, estimated."""
+        return self.estimates[scheme.name].feature_bytes
+
+    def measured_bytes(self, scheme: Scheme) -> int | None:
+        """The measured peak; None if the scheme was not run."""
+        taken = self.measured.get(scheme.name)
+        return taken.peak_bytes if taken else None
+
+    def added_share(self, scheme: Scheme) -> float:
+        """The added time, as a share of the plain step's."""
+        return self.estimates[scheme.name].added_us / (self.step_us or 1.0)
+
 
 @dataclass(frozen=True)
 class Study:
@@ -133,12 +146,23 @@ def growth_in_words(exponent: float) -> str:
 def schemes_table(study: Study) -> RenderableType:
     """Bytes of feature maps by scheme and size, the added time, and the measured peaks."""
     parts: list[RenderableType] = [Text(schemes_title(study), style="bold")]
-    parts += _section("Feature maps, estimated by laying the step out", study, _feature_cell, True)
+
+    def feature_cell(scheme: Scheme, result: SizeResult) -> str:
+        return format_bytes(result.feature_bytes(scheme))
+
+    def time_cell(scheme: Scheme, result: SizeResult) -> str:
+        return percent(result.added_share(scheme))
+
+    def measured_cell(scheme: Scheme, result: SizeResult) -> str:
+        nbytes = result.measured_bytes(scheme)
+        return ABSENT if nbytes is None else format_bytes(nbytes)
+
+    parts += _section("Feature maps, estimated by laying the step out", study, feature_cell, True)
     planned = [scheme for scheme in SCHEMES if scheme.planner]
-    parts += _section("Time added, of the plain step", study, _time_cell, False, planned)
+    parts += _section("Time added, of the plain step", study, time_cell, False, planned)
     if any(result.measured for result in study.results):
         title = "All that the step takes, weights' gradients included, measured"
-        parts += _section(title, study, _measured_cell, False)
+        parts += _section(title, study, measured_cell, False)
         parts += [indented(_forecast_line(study)), ""]
     return Group(*parts)
 
@@ -224,21 +248,6 @@ def _table(
         row += [growth_in_words(growths[scheme.name])] if growths else []
         table.add_row(scheme.label, *row)
     return table
-
-
-def _feature_cell(scheme: Scheme, result: SizeResult) -> str:
-    return format_bytes(result.estimates[scheme.name].feature_bytes)
-
-
-def _time_cell(scheme: Scheme, result: SizeResult) -> str:
-    return percent(result.estimates[scheme.name].added_us / (result.step_us or 1.0))
-
-
-def _measured_cell(scheme: Scheme, result: SizeResult) -> str:
-    taken = result.measured.get(scheme.name)
-    if taken is None:
-        return ABSENT
-    return format_bytes(taken.peak_bytes)
 
 
 def _forecast_line(study: Study) -> str:

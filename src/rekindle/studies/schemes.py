@@ -123,7 +123,7 @@ def _grown(
     for size in sizes or ():
         family.check(size)
     is_slow = free is not None and device == "cpu"
-    extent = family.cpu_extent if is_slow else {}
+    extent = family.cpu_extent if is_slow else family.extent
     if is_slow:
         how.setdefault("batch", family.cpu_batch)
 
@@ -139,7 +139,7 @@ def _grown(
         step, taken = _profiled(make, family.name, device, free, tell_size)
         results.append(_result(step, taken, size, tell_size))
         steps.append(step)
-    title = family.title(**extent)
+    title = family.title.format(**extent)
     first = next((step for step in steps if _has_measured_times(step)), steps[0])
     return _study(first, results, family.name, title, family.size_name)
 

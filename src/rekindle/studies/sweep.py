@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -239,23 +239,16 @@ def read_sweep(folder: Path) -> dict[str, Any]:
     return found
 
 
-class _Ready(NamedTuple):
-    """A step to train with, and the workload it was made of."""
-
-    step: Any
-    work: models.Workload
-
-    def measure(self, steps: int) -> Measurement:
-        work = self.work
-        if isinstance(self.step, TrainStep):
-            return self.step.measure(work.batch, steps)
-        return measure(
-            partial(self.step, work.batch),
-            device=torch.device(work.device),
-            steps=steps,
-            warmup=_WARM_UP_STEPS,
-            around=lambda: tensors_around(work.model, work.optimizer, work.batch),
-        )
+def _measure(step: Any, work: models.Workload, steps: int) -> Measurement:
+    if isinstance(step, TrainStep):
+        return step.measure(work.batch, steps)
+    return measure(
+        partial(step, work.batch),
+        device=torch.device(work.device),
+        steps=steps,
+        warmup=_WARM_UP_STEPS,
+        around=lambda: tensors_around(work.model, work.optimizer, work.batch),
+    )
 
 
 def _measured(case: Case, when_ready: Callable[[], object]) -> dict[str, Any]:
@@ -270,17 +263,20 @@ def _measured(case: Case, when_ready: Callable[[], object]) -> dict[str, Any]:
     gc.collect()
     with named(case.model):
         start = time.perf_counter()
-        ready = _Ready(_prepared(case, work), work)
-        ready.step(work.batch)
+        step = _prepared(case, work)
+        step(work.batch)
         if on_cuda:
             torch.cuda.synchronize(device)
         setup_s = time.perf_counter() - start
         when_ready()
         start = time.perf_counter()
-        found = ready.measure(case.steps)
+        found = _measure(step, work, case.steps)
         measuring_s = time.perf_counter() - start
     if case.cap_bytes is not None and found.peak_bytes > case.cap_bytes:
-        return _over_cap(found.peak_bytes, case.cap_bytes)
+        message = (
+            f"took {format_bytes(found.peak_bytes)}, and may take {format_bytes(case.cap_bytes)}"
+        )
+        return {"status": OUT_OF_MEMORY, "kind": "above the cap", "message": message}
     return {
         "device": device_name(device),
         "precision": work.precision,
@@ -291,7 +287,7 @@ def _measured(case: Case, when_ready: Callable[[], object]) -> dict[str, Any]:
         "samples_per_s": (work.batch_size or case.batch) / found.step_us * 1e6,
         "setup_s": setup_s,
         "measuring_s": measuring_s,
-        **_planned_facts(ready.step, found.peak_bytes),
+        **_planned_facts(step, found.peak_bytes),
     }
 
 
@@ -335,11 +331,6 @@ def _gpu(case: Case) -> torch.device | None:
         return None
     device = torch.device(case.device or "cuda")
     return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
-
-
-def _over_cap(peak_bytes: int, cap_bytes: int) -> dict[str, Any]:
-    message = f"took {format_bytes(peak_bytes)}, and may take {format_bytes(cap_bytes)}"
-    return {"status": OUT_OF_MEMORY, "kind": "above the cap", "message": message}
 
 
 def _status_of_error(error: Exception) -> dict[str, Any]:

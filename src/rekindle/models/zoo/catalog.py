@@ -73,18 +73,18 @@ def available() -> list[ModelSpec]:
 
 
 def build(
-    name: str,
+    name: str | ModelSpec,
     *,
     batch: int | None = None,
     precision: str = "fp32",
     device: str | torch.device = "cpu",
     **size: int,
 ) -> Workload:
-    """Build a model of the zoo with its optimizer, a batch of random data and its training step.
+    """Build a model with its optimizer, a batch of random data and its training step.
 
     The numbers depend on name and sizes alone: model and batch are drawn on the CPU from a fixed
     seed, and the global generators are not changed. ``size`` has arguments of the model, which
-    ``ModelSpec.sizes`` lists.
+    ``ModelSpec.sizes`` lists. A ``ModelSpec`` in place of the name need not be in the zoo.
 
     >>> work = build("mlp", batch=4, hidden=8)
     >>> [tuple(part.shape) for part in work.batch]
@@ -93,18 +93,7 @@ def build(
     >>> loss.shape
     torch.Size([])
     """
-    return build_spec(find(name), batch=batch, precision=precision, device=device, **size)
-
-
-def build_spec(
-    spec: ModelSpec,
-    *,
-    batch: int | None = None,
-    precision: str = "fp32",
-    device: str | torch.device = "cpu",
-    **size: int,
-) -> Workload:
-    """As `build`, for a model that need not be in the zoo."""
+    spec = name if isinstance(name, ModelSpec) else find(name)
     batch_size = spec.default_batch if batch is None else batch
     check_batch(batch_size)
     check_precision(precision)
