@@ -89,6 +89,7 @@ def memory_figure(data: Data) -> Any:
     unit, unit_name = byte_unit(int(highest))
     width = _GROUP_WIDTH / len(every)
     upright = len(every) * len(batches) > _MOST_FLAT_LABELS
+    forecasts: list[tuple[float, float, float]] = []  # height, left and right end
     for index, series in enumerate(every):
         shift = (index - (len(every) - 1) / 2) * width
         places = {batch: place + shift for place, batch in enumerate(batches)}
@@ -106,10 +107,16 @@ def memory_figure(data: Data) -> Any:
             style = {"ha": "center", "va": "bottom", "rotation": 90 if upright else 0}
             style |= {"zorder": 7, "bbox": _WHITE_BOX}
             annotate(axes, _short(peak / unit), (places[batch], peak / unit), (0, 3), **style)
+            forecast = series.records[batch]["forecast"]
+            if forecast is not None:
+                ends = (places[batch] - width * 0.4, places[batch] + width * 0.4)
+                forecasts.append((forecast["peak_bytes"] / unit, *ends))
         for batch in series.too_large:
             height = (cap or highest) / unit
             _mark_missing(axes, series, batch, places[batch], height, width * 0.92, every)
-    _mark_forecasts(axes, every, batches, width, unit)
+    if forecasts:
+        style = {"color": SERIES[1], "lw": 1.6, "zorder": 5, "label": "forecast"}
+        axes.hlines(*zip(*forecasts, strict=True), **style)
     axes.set_xticks(range(len(batches)), [f"{batch:,}" for batch in batches])
     axes.set_xlim(-0.5, len(batches) - 0.5)
     axes.set_ylim(0, highest / unit * (1.2 if upright else 1.1))
@@ -150,7 +157,8 @@ def _draw_ratios(
 ) -> None:
     """Times as multiples of the plain step's."""
     for series in every:
-        _plot(axes, series, every, lines[series.label])
+        style = {"color": _colour(series, every), "label": series.label}
+        _plot(axes, series.way, lines[series.label], size=6, **style)
     ratios = [1.0, *(ratio for line in lines.values() for _, ratio in line)]
     room = max(max(ratios) - min(ratios), 0.1)
     axes.set_ylim(min(ratios) - 0.2 * room, max(ratios) + 0.2 * room)
@@ -268,7 +276,8 @@ def _draw_lines(
     for series in every:
         found = ((batch, series.done(batch)) for batch in batches)
         line = [(batch, number(record)) for batch, record in found if record is not None]
-        _plot(axes, series, every, line)
+        style = {"color": _colour(series, every), "label": series.label}
+        _plot(axes, series.way, line, size=6, **style)
     first, last = min(batches), max(batches)
     if _is_wide(batches):
         axes.set_xscale("log", base=2)
@@ -295,18 +304,11 @@ def _mark_shortages(axes: Any, every: Sequence[Series]) -> None:
 
 
 def _plot(
-    axes: Any, series: Series, every: Sequence[Series], line: Sequence[tuple[int, float]]
+    axes: Any, way: str, line: Sequence[tuple[float, float]], *, size: int, **style: Any
 ) -> None:
-    axes.plot(
-        [batch for batch, _ in line],
-        [value for _, value in line],
-        marker=_MARKS[series.way],
-        color=_colour(series, every),
-        lw=2.0,
-        ms=6,
-        zorder=6 if series.way == PLANNED else 5,
-        label=series.label,
-    )
+    """A line through points, with the marker of its way."""
+    style |= {"marker": _MARKS[way], "lw": 2.0, "ms": size, "zorder": 6 if way == PLANNED else 5}
+    axes.plot([x for x, _ in line], [y for _, y in line], **style)
 
 
 def _is_wide(batches: Sequence[int]) -> bool:
@@ -327,42 +329,13 @@ def _draw_curve(
     axes: Any, way: str, line: Sequence[tuple[float, float, Series]], *, is_lowest: bool
 ) -> None:
     """The points of one way as a line, labelled; labels of the lowest line are below it."""
-    label = line[0][2].label
-    if len(line) > 1:
-        label = _JOINED[way]
-    axes.plot(
-        [x for x, _, _ in line],
-        [y for _, y, _ in line],
-        marker=_MARKS[way],
-        color=_COLOURS[way],
-        lw=2.0,
-        ms=8,
-        zorder=6 if way == PLANNED else 5,
-        label=label,
-    )
+    label = _JOINED[way] if len(line) > 1 else line[0][2].label
+    _plot(axes, way, [(x, y) for x, y, _ in line], size=8, color=_COLOURS[way], label=label)
     shift = (0.0, -9.0 if is_lowest else 9.0)
     style = {"ha": "center", "va": "top" if is_lowest else "bottom", "color": _COLOURS[way]}
     for x, y, series in line if len(line) > 1 else ():
         text = "all" if series.setting is None else str(series.setting)
         annotate(axes, text, (x, y), shift, zorder=7, bbox=_WHITE_BOX, **style)
-
-
-def _mark_forecasts(
-    axes: Any, every: Sequence[Series], batches: Sequence[int], width: float, unit: int
-) -> None:
-    """A short line across each planned bar, at the forecast peak."""
-    lines = []
-    for index, series in enumerate(every):
-        shift = (index - (len(every) - 1) / 2) * width
-        for place, batch in enumerate(batches):
-            record = series.done(batch)
-            if record is not None and record["forecast"] is not None:
-                middle, height = place + shift, record["forecast"]["peak_bytes"] / unit
-                lines.append((height, middle - width * 0.4, middle + width * 0.4))
-    if lines:
-        heights, starts, ends = zip(*lines, strict=True)
-        style = {"color": SERIES[1], "lw": 1.6, "zorder": 5, "label": "forecast"}
-        axes.hlines(heights, starts, ends, **style)
 
 
 def _mark_missing(
