@@ -27,7 +27,7 @@ def find_shares(settings: dict[str, Any], before: object, save: object) -> dict[
     rows = []
     for batch in settings["batches"]:
         graph = growth.at(batch)
-        peak = peak_of(graph, simulate(graph, analytic_profile(graph, device)))
+        peak = peak_of(simulate(graph, analytic_profile(graph, device)))
         parts = {part.label: part.nbytes for part in peak.parts}
         rows.append({"batch": batch, "peak_bytes": peak.nbytes, "parts": parts})
     return {"model": settings["model"], "batches": rows}

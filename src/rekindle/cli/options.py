@@ -198,7 +198,7 @@ SchemesDeviceOption = Annotated[
     typer.Option(
         "--device",
         metavar="cpu|cuda|NAME",
-        help="The device to plan for, H200 by default; a GPU by its name need not be here.",
+        help="The device to plan for, H200 by default; a GPU given by name need not be present.",
     ),
 ]
 RunDeviceOption = Annotated[
@@ -232,8 +232,7 @@ HtmlOption = Annotated[
     typer.Option("--html", metavar="PATH", callback=_check_page, help="Write an interactive page."),
 ]
 PngOption = Annotated[
-    str | None,
-    typer.Option("--png", metavar="PATH", callback=_check_file, help="Write a figure."),
+    str | None, typer.Option("--png", metavar="PATH", callback=_check_file, help="Write a figure.")
 ]
 CsvOption = Annotated[
     str | None,

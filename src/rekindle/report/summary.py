@@ -251,7 +251,7 @@ def summarize(
     phases = _work(plain.graph, costs, moved, lambda op: op.phase.value)
     operators = _work(plain.graph, costs, moved, op_name)
     empty = dict.fromkeys(phase.value for phase in Phase)
-    plain_peak = peak_of(plain.graph, plain)
+    plain_peak = peak_of(plain)
     return Summary(
         graph=graph,
         profile=profile,
@@ -263,7 +263,7 @@ def summarize(
         is_measured=any(cost.is_measured for cost in costs.costs),
         n_ops=len(plain.graph.ops),
         plain=PlainStep(plain_peak, plain.step_us),
-        peak=plain_peak if trace is plain else peak_of(graph, trace),
+        peak=plain_peak if trace is plain else peak_of(trace),
         phases=tuple(phases.get(label, Work(label, 0, 0.0, 0.0, 0, 0)) for label in empty),
         operators=tuple(sorted(operators.values(), key=lambda row: (-row.time_us, row.label))),
         activations=activations_of(plain),
@@ -274,8 +274,9 @@ def summarize(
     )
 
 
-def peak_of(graph: StepGraph, trace: Trace) -> Peak:
+def peak_of(trace: Trace) -> Peak:
     """The moment with the most live bytes, of a plain step or a planned one."""
+    graph = trace.graph
     if not graph.ops:
         return Peak(trace.peak_bytes, None, 0.0, False, (), (), ())
     position, total = trace.peak_position, max(trace.peak_bytes, 1)
