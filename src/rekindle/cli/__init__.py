@@ -431,7 +431,7 @@ def find_max_batch(
 
 @app.command("sweep")
 def sweep_batches(
-    out: options.SweepFolderOption,
+    out: options.FolderOption,
     model: options.SweepModelArgument = None,
     batches: options.BatchesOption = None,
     budget: options.BudgetsOption = None,
@@ -441,7 +441,7 @@ def sweep_batches(
     precision: options.PrecisionOption = None,
     device: options.RunDeviceOption = None,
     cap: options.CapOption = None,
-    steps: options.TimedOption = 10,
+    steps: options.StepsOption = 10,
     again: options.AgainOption = False,
     figures_only: options.FiguresOnlyOption = False,
     json: options.JsonOption = None,

@@ -290,7 +290,7 @@ SavePlanOption = Annotated[
     ),
 ]
 StepsOption = Annotated[
-    int, typer.Option("--steps", min=1, metavar="N", help="The number of steps to train.")
+    int, typer.Option("--steps", min=1, metavar="N", help="The number of steps to run.")
 ]
 PlanFileOption = Annotated[
     str | None,
@@ -303,7 +303,7 @@ PlanFileOption = Annotated[
 FolderOption = Annotated[
     str,
     typer.Option(
-        "--out", metavar="FOLDER", callback=_check_folder, help="Where the pages are written."
+        "--out", metavar="FOLDER", callback=_check_folder, help="Where the results are written."
     ),
 ]
 SweepModelArgument = Annotated[
@@ -331,12 +331,6 @@ BudgetsOption = Annotated[
         help="The memory that planned steps may take: 8GiB, or 60% of the plain step's peak.",
     ),
 ]
-SweepFolderOption = Annotated[
-    str,
-    typer.Option(
-        "--out", metavar="FOLDER", callback=_check_folder, help="Where records and figures go."
-    ),
-]
 PeersOption = Annotated[
     bool,
     typer.Option(
@@ -351,10 +345,6 @@ CapOption = Annotated[
         callback=_checked(_parse_cap),
         help="Limit each case to this much of the GPU's memory, such as 40GiB.",
     ),
-]
-TimedOption = Annotated[
-    int,
-    typer.Option("--steps", min=1, metavar="N", help="The number of steps to time in each case."),
 ]
 AgainOption = Annotated[
     bool, typer.Option("--again", help="Run again the cases that have records already.")
