@@ -133,7 +133,7 @@ def _record_of_the_ended(case: Case, ended: Ended) -> dict[str, Any]:
         message = "the process was killed: there was no memory left for it, most likely"
         return {**record, "status": OUT_OF_MEMORY, "kind": "killed", "message": message}
     reason = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-    last = said.splitlines()[-1] if said else "it said nothing"
+    last = said.splitlines()[-1] if said else "it printed nothing"
     return {**record, "kind": reason, "message": f"the process ended with {reason}: {last}"}
 
 
