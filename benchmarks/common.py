@@ -1,4 +1,4 @@
-"""What every benchmark shares: where it ran, and how its result is written."""
+"""Shared by all benchmarks: the environment of a result, and how it is written."""
 
 from __future__ import annotations
 

@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 
 import torch
 from common import write
-from peers import checkpoint_every_block
 from steps import DEVICE, apart, built, figures, planned, share_bytes
 
 import rekindle
 from rekindle.measuring.timing import measure
+from rekindle.studies.peers import checkpoint_every_block
 
 
 class Case(NamedTuple):

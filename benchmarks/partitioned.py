@@ -32,12 +32,12 @@ from typing import Any
 
 import torch
 from common import ROOT, write
-from peers import checkpoint_every_block
 from steps import DEVICE, built, figures, settle, share_bytes
 from torch._dynamo.callback import on_compile_end, on_compile_start
 
 import rekindle
 from rekindle.measuring.timing import measure
+from rekindle.studies.peers import checkpoint_every_block
 
 SETTINGS = (0.7, 0.5, 0.3, 0.1)  # of torch's own knob
 ROUNDS, STEPS = 4, 5

@@ -23,12 +23,12 @@ from typing import Any
 
 import torch
 from common import write
-from peers import checkpoint_every_block
 from steps import DEVICE, built, figures, planned, settle, share_bytes
 
 import rekindle
 from rekindle import models
 from rekindle.measuring.timing import Measurement, measure
+from rekindle.studies.peers import checkpoint_every_block
 
 CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "resnet152_b128": ("resnet152", 128, ("75%", "60%", "49%", "40%", "30%")),

@@ -1,10 +1,10 @@
-"""Forecast against measurement, on a GPU: what the profiler and the simulator promise.
+"""Forecast against measurement on a GPU, for the profiler and the simulator.
 
     python benchmarks/profiles.py --out FILE [--save DIR]
 
-For each case: the plain step's measured peak beside the simulated one, the sum of op times beside
-the step in a CUDA graph, the analytic profile beside the measured one, and how long profiling took.
-One case is profiled again with the process's memory capped below the plain step's peak. `--save`
+For each case: the plain step's peak, measured and simulated; the sum of op times and the time of
+the step in a CUDA graph; the analytic and the measured profile; and the time of profiling. One case
+is profiled again with the process's memory capped below the plain step's peak. `--save`
 writes the profiles themselves, graph and costs, for use without a GPU.
 """
 

@@ -3,10 +3,10 @@
     python -m experiments.collect --list
     python -m experiments.collect --piece NAME --out FOLDER [--seconds 570] [--config h200]
 
-Every task runs in a process of its own. The file is written after each of them, and what is in it,
-or in the file of the same name under `experiments/results`, is not run again: a call that was
-stopped is simply repeated. No task is begun that would not end within `--seconds`. `COMMIT` in the
-environment names the commit where there is no git. To measure anew, delete the file.
+Every task runs in a process of its own. The file is written after each of them; tasks that it has,
+or that the file of the same name under `experiments/results` has, are not run again: a call that
+was stopped can be repeated. No task is started that would not end within `--seconds`. `COMMIT` in
+the environment names the commit where there is no git. To measure again, delete the file.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ import importlib.util
 import json
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from experiments import RESULTS, ROOT
-from experiments.alone import Runner
 from experiments.config import CONFIGS, Config
 from experiments.pieces import pieces
+from experiments.runner import WORKER, Runner
 from experiments.tasks import DONE, Piece, Row, Rows, is_final, key_of, several, together_s
 
 SCHEMA = 1
@@ -30,9 +31,18 @@ USUAL_S = 570.0
 
 
 def collect(
-    piece: Piece, config: Config, out: Path, *, seconds: float = USUAL_S, alone: bool = True
+    piece: Piece,
+    config: Config,
+    out: Path,
+    *,
+    seconds: float = USUAL_S,
+    alone: bool = True,
+    command: Sequence[str] = WORKER,
 ) -> bool:
-    """Do what is left of a piece; whether all of it is there now."""
+    """Run the tasks that are left of a piece; True if all of it is collected.
+
+    Each task has a process of its own, started with `command`, unless not `alone`.
+    """
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"{piece.name}.json"
     rows: dict[str, Row] = dict(_kept(piece, config, out))
@@ -43,7 +53,7 @@ def collect(
         here = out / f"{name}.json"
         return read_rows(here if here.exists() else RESULTS / here.name)
 
-    with Runner(alone=alone) as runner:
+    with Runner(alone=alone, command=command) as runner:
         for asked in piece.tasks(rows, rows_of):
             tasks = [task for task in several(asked) if not is_final(rows.get(task.key))]
             if not tasks:
@@ -76,7 +86,7 @@ def environment() -> dict[str, Any]:
 
 
 def _kept(piece: Piece, config: Config, out: Path) -> Rows:
-    """What is there of a piece: where it is written, or else among the results."""
+    """The rows of a piece: from the folder it is written to, or else from the results."""
     path = out / f"{piece.name}.json"
     path = path if path.exists() else RESULTS / path.name
     if path.exists() and json.loads(path.read_text(encoding="utf-8"))["config"] == config.name:
@@ -92,7 +102,7 @@ def read_rows(path: Path) -> Rows:
 
 
 def _write(path: Path, head: dict[str, Any], rows: Rows) -> None:
-    """Write the file as a whole, a row a line."""
+    """Write the whole file, one line per row."""
     lines = ",\n".join(json.dumps(_rounded(row), ensure_ascii=False) for row in rows.values())
     about = json.dumps(head, indent=1, ensure_ascii=False).removesuffix("\n}")
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
@@ -101,7 +111,7 @@ def _write(path: Path, head: dict[str, Any], rows: Rows) -> None:
 
 
 def _rounded(value: Any) -> Any:
-    """The same with six digits to a number that is not whole: no measurement has more."""
+    """The value with floats rounded to six digits: no measurement has more."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, dict):
@@ -110,7 +120,7 @@ def _rounded(value: Any) -> Any:
 
 
 def about_seconds(piece: Piece) -> float:
-    """About how long a piece takes, if every task finds what it looks for."""
+    """The estimated time of a piece, if every task succeeds."""
     done: dict[str, Row] = {}
     seconds = 0.0
     for asked in piece.tasks(done, lambda name: read_rows(RESULTS / f"{name}.json")):

@@ -1,4 +1,4 @@
-"""What is measured: models, batch sizes and budgets; on a GPU, and tiny ones for tests."""
+"""The models, batch sizes and budgets to measure: for a GPU, and tiny ones for tests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ALL_PLANNERS = (
     *("auto", "mutwo", "chen-sqrt", "mincut"),
     *("chen-selective", "chen-recursive", "all", "none", "ilp"),
 )
-"""Every planner, those that are run first in front: time may run out."""
+"""Every planner; the first are run first, since time may run out."""
 
 
 class Step(NamedTuple):
@@ -34,7 +34,7 @@ class Budgeted(NamedTuple):
 
 
 class Family(NamedTuple):
-    """A family of models as `rekindle schemes` knows it: sizes on paper, and sizes to be run."""
+    """A family of models of `rekindle schemes`: the sizes to estimate, and those to run."""
 
     name: str
     estimated: tuple[int, ...]
@@ -42,9 +42,9 @@ class Family(NamedTuple):
 
 
 class Cap(NamedTuple):
-    """So much memory, and the ways whose largest batch is run there.
+    """A memory limit, and the ways whose largest batch is run under it.
 
-    Of the ways `beyond`, a batch that is larger by 2% is tried, too: it should take too much.
+    For the ways `beyond`, a batch that is larger by 2% is run, too, which should not fit.
     """
 
     memory: str
@@ -55,8 +55,8 @@ class Cap(NamedTuple):
 class Compiled(NamedTuple):
     """A model that is compiled under a cap: batches for `torch.compile`, and for a plan.
 
-    Batches are in rising order. The plan is to hold so many `times` the batch, at the share
-    `at_least` of `torch.compile`'s best speed.
+    Batches are in rising order. The aim for the plan is `times` the batch of `torch.compile`, at
+    `at_least` of its best speed.
     """
 
     model: str
@@ -68,12 +68,12 @@ class Compiled(NamedTuple):
 
 @dataclass(frozen=True)
 class Config:
-    """All that the pieces are made of.
+    """The settings of all pieces.
 
-    `gpu` is the name under which the GPU is forecast, `device` where steps run. Budgets of steps
-    that run under a cap are the share `below_cap` of it. `quick` is the share of the plain step's
-    speed that the larger of two batches is to keep. A batch that does not fit is tried again at
-    the shares `retries` of it; one that is compiled, at the share `compiled_retry`.
+    `gpu` is the name of the GPU in forecasts, `device` is where steps run. The budget of a step
+    under a cap is the share `below_cap` of it. `quick` is the share of the plain step's speed that
+    the larger batches must keep. A batch that does not fit is run again at the shares `retries` of
+    it; a compiled one at the share `compiled_retry`.
     """
 
     name: str

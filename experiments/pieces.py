@@ -1,4 +1,4 @@
-"""The pieces that can be collected, each a few minutes long: which tasks, in which order."""
+"""The pieces that can be collected, each a few minutes long: their tasks, in order."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 from experiments.config import Budgeted, Cap, Compiled, Config, Range, Step
 from experiments.tasks import DONE, OUT_OF_MEMORY, Piece, Row, Rows, RowsOf, Task
 from rekindle.report.sweep_report import COMPILE, PLAIN, PLANNED
-from rekindle.studies.sweep_case import Case
+from rekindle.studies.sweep import Case
 from rekindle.units import format_budget, parse_bytes
 
 FITS = "fits"
 
-# About how many seconds a task takes, start of its process included: on an H200, and on paper.
+# The estimated seconds of a task, with the start of its process: on an H200, and for forecasts.
 _STATISTICS_S = 22.0
 _CASE_S = {PLAIN: 10.0, PLANNED: 33.0}
-_HALF_S = 21.0  # the profile is on disk by then
+_HALF_S = 21.0  # with a cached profile
 _PLANNERS_S = 230.0
 _SCHEMES_S = {"resnet": 75.0, "lstm": 40.0}
 _CHECK_S = {"plain": 10.0, "quick": 40.0, "planned": 100.0}
@@ -28,16 +28,16 @@ _COMPILED_S = {
     "bert-large": {COMPILE: 75.0, PLANNED: 45.0},
     "resnet-tiny": {COMPILE: 60.0, PLANNED: 60.0},
 }
-_BEYOND = 1.02  # of the largest batch: how close it is to be to the true one
-_ON_PAPER_S = {"shares": 20.0, "fits": 60.0, "schemes": 90.0}
+_BEYOND_RATIO = 1.02  # of the largest batch
+_FORECAST_S = {"shares": 20.0, "fits": 60.0, "schemes": 90.0}
 
 
 def pieces(config: Config) -> dict[str, Piece]:
-    """All pieces by name, in the order in which they are best collected."""
+    """All pieces by name, in the order in which to collect them."""
     every = [
         Piece("shares", "what the peak is made of, by batch", False, partial(_shares, config)),
-        Piece(FITS, "the largest batches, on paper", False, partial(_fits, config)),
-        Piece("schemes-estimated", "schemes, on paper", False, partial(_estimates, config)),
+        Piece(FITS, "the largest batches, forecast", False, partial(_fits, config)),
+        Piece("schemes-estimated", "schemes, estimated", False, partial(_estimates, config)),
         Piece("statistics", "ops, times, idle activations", True, partial(_statistics, config)),
     ]
     for sweep in config.sweeps:
@@ -85,7 +85,7 @@ def compiled_name(config: Config) -> str:
 
 
 def budget_under(config: Config, cap: str) -> str:
-    """What a planned step may take under a cap."""
+    """The budget of a planned step under a cap."""
     return format_budget(int(config.below_cap * parse_bytes(cap)))
 
 
@@ -97,7 +97,7 @@ def _shares(config: Config, done: Rows, rows_of: RowsOf) -> Iterator[Task]:
     for model, batches in config.shares:
         settings = {"model": model, "batches": list(batches)}
         settings |= {"precision": config.precision, "gpu": config.gpu}
-        yield Task("shares", settings, _ON_PAPER_S["shares"])
+        yield Task("shares", settings, _FORECAST_S["shares"])
 
 
 def _fits(config: Config, done: Rows, rows_of: RowsOf) -> Iterator[Task]:
@@ -107,17 +107,17 @@ def _fits(config: Config, done: Rows, rows_of: RowsOf) -> Iterator[Task]:
 
 
 def fit_task(config: Config, model: str, cap: str) -> Task:
-    """The task that finds the largest batches of a model under a cap, on paper."""
+    """The task that forecasts the largest batches of a model under a cap."""
     settings: dict[str, Any] = {"model": model, "cap": cap, "budget": budget_under(config, cap)}
     settings |= {"precision": config.precision, "gpu": config.gpu, "at_least": config.quick}
-    return Task("fits", settings, _ON_PAPER_S["fits"])
+    return Task("fits", settings, _FORECAST_S["fits"])
 
 
 def _estimates(config: Config, done: Rows, rows_of: RowsOf) -> Iterator[Task]:
     for family in config.families:
         settings = {"family": family.name, "sizes": list(family.estimated), "measure": False}
         settings |= {"batch": config.family_batch, "device": config.gpu}
-        yield Task("schemes", settings, _ON_PAPER_S["schemes"])
+        yield Task("schemes", settings, _FORECAST_S["schemes"])
 
 
 def _schemes(config: Config, done: Rows, rows_of: RowsOf) -> Iterator[Task]:
@@ -164,10 +164,7 @@ def _planners(config: Config, planned: Budgeted, done: Rows, rows_of: RowsOf) ->
 
 
 def _checks(config: Config, cap: Cap, done: Rows, rows_of: RowsOf) -> Iterator[Task]:
-    """The largest batches that were found on paper; where one does not fit, somewhat smaller.
-
-    Where it does, one beyond it.
-    """
+    """The largest batches forecast; if one does not fit, smaller ones, else one beyond it."""
     fits = rows_of(FITS)
     for model in config.checked:
         fit = fits.get(fit_task(config, model, cap.memory).key)
@@ -185,7 +182,7 @@ def _checks(config: Config, cap: Cap, done: Rows, rows_of: RowsOf) -> Iterator[T
 
 
 def _forecast_batch(fit: Row | None, way: str) -> int:
-    """The batch that was found for a way; 0 where none was."""
+    """The batch that was forecast for a way; 0 if there is none."""
     found = fit["found"][way] if fit is not None and fit["status"] == DONE else None
     return int(found["batch"]) if found else 0
 
@@ -201,18 +198,18 @@ def check_task(config: Config, cap: str, model: str, way: str, batch: int) -> Ta
 
 def beyond_task(config: Config, cap: str, model: str, way: str, batch: int) -> Task:
     """A batch that is larger by 2% than the largest that was found, and by one at least."""
-    larger = max(batch + 1, math.ceil(batch * _BEYOND))
+    larger = max(batch + 1, math.ceil(batch * _BEYOND_RATIO))
     task = check_task(config, cap, model, way, larger)
     return replace(task, settings={**task.settings, "of": beyond(way)})
 
 
 def beyond(way: str) -> str:
-    """What rows of batches that are too large are told by."""
+    """The name of the rows of batches beyond the largest."""
     return f"beyond {way}"
 
 
 def _compiled(config: Config, done: Rows, rows_of: RowsOf) -> Iterator[Task | tuple[Task, ...]]:
-    """All that `torch.compile` compiles at once; then plans, whose costs are measured, alone."""
+    """All batches of `torch.compile` at once; then the plans one by one, which measure costs."""
     yield tuple(
         compiled_task(config, asked.model, COMPILE, batch)
         for asked in config.compiled
@@ -225,7 +222,7 @@ def _compiled(config: Config, done: Rows, rows_of: RowsOf) -> Iterator[Task | tu
 
 
 def _rising(config: Config, asked: Compiled, done: Rows) -> Iterator[Task]:
-    """Batches up to the first that does not fit; a smaller one, if that is the very first."""
+    """Batches up to the first that does not fit; if that is the smallest, a smaller one."""
     for place, batch in enumerate(asked.planned):
         task = compiled_task(config, asked.model, PLANNED, batch)
         yield task

@@ -1,4 +1,4 @@
-"""Reads what was collected, and what the benchmarks have found."""
+"""Reads the results of the experiments and of the benchmarks."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ class Results:
         self.benchmarks = benchmarks
 
     def piece(self, name: str) -> Found | None:
-        """A piece with all that its file says; None where it was not collected."""
+        """The file of a piece; None if it was not collected."""
         return _read(self.folder / f"{name}.json")
 
     def benchmark(self, name: str) -> Found | None:
-        """The result of a benchmark; None where there is none."""
+        """The result of a benchmark; None if there is none."""
         return _read(self.benchmarks / f"{name}.json")
 
     def rows(self, name: str) -> list[Found]:
-        """The rows of a piece that have found something, if only a part of it."""
+        """The rows of a piece with results, complete or not."""
         piece = self.piece(name)
         return [row for row in piece["cases"] if "found" in row] if piece else []
 
     def found(self, name: str) -> list[Found]:
-        """What the tasks of a piece have found."""
+        """The results of the tasks of a piece."""
         return [row["found"] for row in self.rows(name)]
 
     def failures(self) -> Iterator[tuple[str, Found]]:
-        """Rows that ended with an error, each with the name of its piece."""
+        """The rows of failed tasks, each with the name of its piece."""
         for path in sorted(self.folder.glob("*.json")):
             for row in (_read(path) or {}).get("cases", ()):
                 if row["status"] == "failed":

@@ -1,4 +1,4 @@
-"""What a piece of an experiment consists of: tasks, and the row that each leaves."""
+"""The tasks of a piece of an experiment, and the row of each in its results."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 DONE, OUT_OF_MEMORY, FAILED = "done", "out of memory", "failed"
 UNFINISHED = "unfinished"
-"""What becomes of a task. Memory that does not suffice is a result; the last two are run again."""
+"""The status of a task. Out of memory is a result; failed and unfinished tasks are run again."""
 FINAL = (DONE, OUT_OF_MEMORY)
-_SHARED = 0.15  # of the time of a task, where another is prepared at the same time
+_SHARED_RATIO = 0.15  # time that a task adds, relative to its own, if others prepare with it
 
 Row = Mapping[str, Any]
 Rows = Mapping[str, Row]
@@ -22,9 +22,9 @@ RowsOf = Callable[[str], Rows]
 
 @dataclass(frozen=True)
 class Task:
-    """Something to be done in a process of its own: what kind of thing, and with what settings.
+    """Work for a process of its own: the kind of work and its settings.
 
-    `about_s` is about how long it takes.
+    `about_s` is the estimated time.
     """
 
     kind: str
@@ -33,7 +33,7 @@ class Task:
 
     @property
     def key(self) -> str:
-        """What tells a task from all others."""
+        """The identity of a task."""
         return f"{self.kind} {json.dumps(self.settings, sort_keys=True)}"
 
     @property
@@ -47,11 +47,11 @@ class Task:
 
 @dataclass(frozen=True)
 class Piece:
-    """Tasks that are asked for together, and written into one file.
+    """Tasks that are collected together, and written into one file.
 
-    `tasks` makes them one after the other: what a task has found may decide what comes next. It is
-    given the rows of this piece, which grow meanwhile, and a way to read those of others. Several
-    at once are prepared at the same time, and measured one after the other.
+    `tasks` yields them one after the other: the results of one may decide the next. Its arguments
+    are the rows of this piece, which grow meanwhile, and a function that reads those of others. A
+    tuple of tasks is prepared at the same time, and measured one after the other.
     """
 
     name: str
@@ -61,13 +61,13 @@ class Piece:
 
 
 def several(asked: Task | tuple[Task, ...]) -> tuple[Task, ...]:
-    """Tasks that are done at once: often one."""
+    """One or several tasks as a tuple."""
     return (asked,) if isinstance(asked, Task) else asked
 
 
 def together_s(tasks: Sequence[Task]) -> float:
-    """About how long tasks take that are done at once, and share a machine's cores."""
-    return max(task.about_s for task in tasks) + _SHARED * sum(
+    """The estimated time of tasks that prepare at the same time, on the same cores."""
+    return max(task.about_s for task in tasks) + _SHARED_RATIO * sum(
         sorted(t.about_s for t in tasks)[:-1]
     )
 
@@ -78,5 +78,5 @@ def key_of(row: Row) -> str:
 
 
 def is_final(row: Row | None) -> bool:
-    """Whether a task need not be run again."""
+    """True if a task need not be run again."""
     return row is not None and row["status"] in FINAL

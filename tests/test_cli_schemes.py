@@ -9,9 +9,9 @@ import pytest
 from support import commands
 from support.tiny_step import ABOUT, tiny_step
 
-from rekindle.cli import schemes_command as command
 from rekindle.core.graph.serial import save_profile
-from rekindle.studies.schemes import SCHEMES
+from rekindle.report.schemes_report import SCHEMES, schemes_data
+from rekindle.studies.schemes import compare_schemes
 
 NAMES = [scheme.name for scheme in SCHEMES]
 
@@ -100,13 +100,11 @@ def test_steps_that_are_run(capsys: pytest.CaptureFixture[str]) -> None:
         assert peaks["auto"] < peaks["sharing"]
 
 
-def test_what_does_not_fit_is_not_run(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(command, "_free_bytes", lambda device: 1 << 20)
-    code, out, _ = run(capsys, "mlp", "--batch", "4", "--measure", "--json", "-")
-    assert code == 0
-    (row,) = json.loads(out)["sizes"]
+def test_what_does_not_fit_is_not_run() -> None:
+    study = compare_schemes(
+        "mlp", measure=True, how={"batch": 4}, free_bytes=lambda device: 1 << 20
+    )
+    (row,) = schemes_data(study)["sizes"]
     assert all(each["measured"] is None for each in row["schemes"].values())
 
 

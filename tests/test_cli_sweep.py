@@ -16,12 +16,12 @@ import torch
 from support import commands
 from torch import nn
 
-from rekindle.cli import sweep_command
 from rekindle.errors import ModelError
 from rekindle.report import sweep_figures
-from rekindle.studies import peers
+from rekindle.studies import peers, sweep
+from rekindle.studies.isolated_process import write_atomically
 from rekindle.studies.peers import checkpoint_every_block, repeated_blocks
-from rekindle.studies.sweep_case import Case, run_case, write_atomically
+from rekindle.studies.sweep import Case, run_alone, run_case
 
 HERE = sys.modules[__name__]
 
@@ -113,7 +113,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> list[Case]:
         found: dict[str, Any] = json.loads(target.read_text())
         return found
 
-    monkeypatch.setattr(sweep_command, "run_alone", run_here)
+    monkeypatch.setattr(sweep, "run_alone", run_here)
     return ran
 
 
@@ -215,7 +215,7 @@ def test_peers(
     ]
     assert settings[4:] == [
         ("compile", None),
-        *(("compile", each) for each in sweep_command.SHARES),
+        *(("compile", each) for each in sweep.SHARES),
     ]
     assert {case.engine for case in in_this_process} == {None, "auto"}
 
@@ -263,14 +263,10 @@ def test_a_shortage_is_recognised(function: str, kind: str) -> None:
 
 def test_a_process_that_dies() -> None:
     Path("cases").mkdir()
-    killed = sweep_command.run_alone(
-        Case("train.py:doomed", 8, "plain", steps=1), Path("cases/a.json")
-    )
+    killed = run_alone(Case("train.py:doomed", 8, "plain", steps=1), Path("cases/a.json"))
     assert (killed["status"], killed["kind"]) == ("out of memory", "killed")
     assert json.loads(Path("cases/a.json").read_text()) == killed
-    crashed = sweep_command.run_alone(
-        Case("train.py:crashing", 8, "plain", steps=1), Path("cases/b.json")
-    )
+    crashed = run_alone(Case("train.py:crashing", 8, "plain", steps=1), Path("cases/b.json"))
     assert (crashed["status"], crashed["kind"]) == ("failed", "exit code 3")
     assert "something is wrong here" in crashed["message"]
 

@@ -14,7 +14,7 @@ from support.commands import check_refused, run
 from torch import nn
 
 import rekindle
-from rekindle.cli.max_batch_command import _share
+from rekindle.cli.options import parse_share
 from rekindle.core.cost.batch_search import MOST
 from rekindle.core.graph.simulate import simulate
 from rekindle.errors import UnitError
@@ -232,7 +232,7 @@ def test_a_check_that_fails(
 def test_the_command_says_where_the_search_ends(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, "max-batch", "mlp", "--budget", "400TB", "--device", "H200")
     assert code == 0, err
-    assert f"no batch of more than {MOST:,} is looked for" in out
+    assert f"batches of more than {MOST:,} are not tried" in out
 
 
 def test_the_command_says_what_would_do(capsys: pytest.CaptureFixture[str]) -> None:
@@ -288,4 +288,4 @@ def test_bad_input_is_refused(
 
 @pytest.mark.parametrize("text", ["95%", "95", "0.95", " 95 % "])
 def test_a_share_in_words(text: str) -> None:
-    assert _share(text) == pytest.approx(0.95)
+    assert parse_share(text) == pytest.approx(0.95)

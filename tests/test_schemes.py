@@ -15,15 +15,13 @@ from rekindle.core.cost.profile import Profile
 from rekindle.core.graph.graph import Role, StepGraph
 from rekindle.models.workload import ModelSpec, Workload
 from rekindle.models.zoo import small
-from rekindle.models.zoo.catalog import build_spec
+from rekindle.models.zoo.catalog import build
 from rekindle.models.zoo.families import FAMILIES
+from rekindle.report.schemes_report import SCHEMES, Estimate, growth
 from rekindle.studies.schemes import (
-    SCHEMES,
-    Estimate,
-    _with_roles,
     estimate,
     forecast_bytes,
-    growth,
+    mark_weight_tensors,
 )
 
 LENGTHS = (12, 32, 80)
@@ -67,7 +65,7 @@ def test_memory_grows_with_the_root_of_the_length() -> None:
     found: dict[str, list[int]] = {scheme.name: [] for scheme in schemes}
     for length in LENGTHS:
         build_fn = partial(small.lstm_stepped, length)
-        work = build_spec(ModelSpec("lstm", "", 8, build_fn), hidden=64, vocab=100, layers=1)
+        work = build(ModelSpec("lstm", "", 8, build_fn), hidden=64, vocab=100, layers=1)
         for name, each in estimate(*profiled(work), schemes=schemes).items():
             found[name].append(each.feature_bytes)
     assert growth(LENGTHS, found["none"]) == pytest.approx(1.0, abs=0.1)
@@ -129,7 +127,7 @@ def test_parts_of_a_weight_s_gradient_are_found() -> None:
     )
     summing = replace(graph.ops[3], target="aten.add.Tensor")
     graph = replace(graph, ops=(*graph.ops[:3], summing, *graph.ops[4:]))
-    roles = [storage.role for storage in _with_roles(graph).storages]
+    roles = [storage.role for storage in mark_weight_tensors(graph).storages]
     assert roles == [Role.INPUT, Role.PARAM, Role.GRAD_MAP, *[Role.GRAD] * 4]
 
 

@@ -9,18 +9,17 @@ from typing import Any
 
 from experiments.tasks import FAILED
 from experiments.turns import take_turn
-from rekindle.studies.sweep_case import Case, run_case
+from rekindle.studies.sweep import Case, run_case
 
 UNCOMPILED = "running without the compiler"
-"""How the warning begins that a step which was to be compiled is not."""
-_LEFT_OUT = ("environment", "traceback")  # one is the file's, the other is long
+"""The start of the warning that a step runs uncompiled."""
+_LEFT_OUT = ("environment", "traceback")  # the file has the environment; tracebacks are long
 
 
 def run_one_case(settings: dict[str, Any], before: object, save: object) -> dict[str, Any]:
-    """The record of a case; memory that does not suffice is a result.
+    """The record of a case; out of memory is a result.
 
-    A case that was to be compiled and ran all the same without it has failed: it would be taken
-    for something else.
+    A case that should be compiled, but ran uncompiled, has failed.
     """
     case = Case(**settings["case"])
     with _warnings() as told:
@@ -32,7 +31,7 @@ def run_one_case(settings: dict[str, Any], before: object, save: object) -> dict
 
 
 class _Listener(logging.Handler):
-    """Keeps what is said."""
+    """Keeps log messages."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -44,7 +43,7 @@ class _Listener(logging.Handler):
 
 @contextmanager
 def _warnings() -> Iterator[list[str]]:
-    """What Rekindle warns of meanwhile."""
+    """The warnings that Rekindle logs meanwhile."""
     log, listener = logging.getLogger("rekindle"), _Listener()
     log.addHandler(listener)
     try:

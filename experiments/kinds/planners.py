@@ -1,7 +1,7 @@
-"""Every planner at several budgets on one step: what it forecasts, and what the step then takes.
+"""Every planner at several budgets on one step: forecast and measured.
 
-The step is profiled once, and planned in the form in which it runs. Planners that take no notice of
-the budget have one plan for several: what is the same is run once.
+The step is profiled once, and planned in the form in which it runs. Equal plans, such as those of
+planners that ignore the budget, are run once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rekindle.core.graph.graph import StepGraph
 from rekindle.errors import InfeasibleBudget, PlanError
 from rekindle.measuring.measure import device_name
 
-_MARGIN = 0.005  # what `optimize` leaves below a budget
+_MARGIN_RATIO = 0.005  # that `optimize` leaves below a budget
 NO_TIME = "no time was left"
 PLANNED, INFEASIBLE, REFUSED = "planned", "infeasible", "refused"
 
@@ -31,7 +31,7 @@ Row = dict[str, Any]
 
 
 class Planned(NamedTuple):
-    """A step in the form in which it runs, with its costs: of this form, and as captured."""
+    """A step in the form in which it runs, with the costs of this form and of the captured one."""
 
     work: models.Workload
     graph: StepGraph
@@ -40,9 +40,16 @@ class Planned(NamedTuple):
 
 
 def compare_planners(
-    settings: dict[str, Any], before: dict[str, Any] | None, save: Callable[[Row], None]
+    settings: dict[str, Any],
+    before: dict[str, Any] | None,
+    save: Callable[[Row], None],
+    *,
+    same_time_ratio: float = 1e-5,
 ) -> dict[str, Any]:
-    """Forecast all, then run what is feasible, as long as there is time."""
+    """Forecast all plans, then run the feasible ones while there is time.
+
+    Results of `before` are kept where the plan is the same, by its recompute time to a ratio.
+    """
     end = time.monotonic() + settings["limit_s"]
     work = built(settings)
     plain = plainly(work, settings["steps"])
@@ -55,7 +62,7 @@ def compare_planners(
         "forecast": _forecast(step, None),
     }
     plans, rows = _planned(step, settings, plain["peak_bytes"])
-    _take_over(rows, before)
+    _take_over(rows, before, same_time_ratio)
     for row, plan in _to_run(plans, rows):
         if time.monotonic() < end:
             _run(step, row, plan, settings["steps"])
@@ -67,7 +74,7 @@ def compare_planners(
 
 
 def _prepared(work: models.Workload) -> Planned:
-    """The step as `optimize` is going to plan it, with what its engine holds beside it."""
+    """The step as `optimize` plans it, with the overhead of its engine."""
     parts = parts_of(work)
     captured = rekindle.capture(*parts)
     profile = rekindle.profile(captured)
@@ -81,7 +88,7 @@ def _prepared(work: models.Workload) -> Planned:
 def _planned(
     step: Planned, settings: dict[str, Any], plain_bytes: int
 ) -> tuple[dict[int, rekindle.Plan], list[Row]]:
-    """A row for every planner and budget, and the plans by the places of their rows."""
+    """A row for every planner and budget, and the plans by the indices of their rows."""
     rows: list[Row] = []
     plans: dict[int, rekindle.Plan] = {}
     for planner in settings["planners"]:
@@ -104,7 +111,7 @@ def _planned(
 def _plan(step: Planned, planner: str, within: int) -> rekindle.Plan | Row:
     """A plan for a budget, or why there is none."""
     try:
-        asked = within - int(within * _MARGIN)
+        asked = within - int(within * _MARGIN_RATIO)
         plan = rekindle.plan(step.graph, step.costs, budget=asked, planner=planner)
     except InfeasibleBudget as error:
         return {"status": INFEASIBLE, "least_peak_bytes": error.least_peak_bytes}
@@ -118,13 +125,13 @@ def _forecast(step: Planned, plan: rekindle.Plan | None) -> dict[str, Any]:
     return {"peak_bytes": trace.peak_bytes, "step_us": trace.step_us}
 
 
-def _take_over(rows: list[Row], before: dict[str, Any] | None) -> None:
+def _take_over(rows: list[Row], before: dict[str, Any] | None, ratio: float) -> None:
     """Keep what was measured before the task was stopped, where the plan is the same."""
     kept = {(row["planner"], row["percent"]): row for row in (before or {}).get("rows", ())}
     for row in rows:
         old = kept.get((row["planner"], row["percent"]), {})
-        is_same = isclose(old.get("recompute_us", -1.0), row.get("recompute_us", 0.0), rel_tol=1e-5)
-        if is_same and "measured" in old:
+        times = old.get("recompute_us", -1.0), row.get("recompute_us", 0.0)
+        if isclose(*times, rel_tol=ratio) and "measured" in old:
             names = ("measured", "forecast", "same_as", "is_planned_again")
             row |= {name: old[name] for name in names if name in old}
 
@@ -132,7 +139,7 @@ def _take_over(rows: list[Row], before: dict[str, Any] | None) -> None:
 def _to_run(
     plans: dict[int, rekindle.Plan], rows: list[Row]
 ) -> Iterator[tuple[Row, rekindle.Plan]]:
-    """The rows that are to be run; what is planned as in another row takes its figures from it."""
+    """The rows to run; a row with the same plan as another takes its results."""
     first: dict[Any, Row] = {}
     for place, plan in plans.items():
         row = rows[place]
@@ -149,13 +156,13 @@ def _to_run(
 
 
 def _run(step: Planned, row: Row, plan: rekindle.Plan, steps: int) -> None:
-    """Run a plan, and put what it takes beside its forecast."""
+    """Run a plan, and add its measurements to the row."""
     settle()
     parts = parts_of(step.work)
     try:
         made = rekindle.optimize(*parts, plan=plan, planner=row["planner"], profile=step.profile)
         found = made.measure(step.work.batch, steps)
-    except Exception as error:  # whatever it is, the others are run
+    except Exception as error:  # of any kind: the other plans are run
         row["failed"] = f"{type(error).__name__}: {error}"
         return
     trace = made.trace

@@ -15,17 +15,17 @@ from rekindle.core.graph.graph import StepGraph
 from rekindle.core.graph.liveness import Lifetime
 from rekindle.core.graph.simulate import Trace
 from rekindle.measuring.measure import device_name
-from rekindle.report.summary import Activation, Part, Peak, Summary, Work, summarize
+from rekindle.report.summary import Activation, Peak, PeakPart, Summary, Work, summarize
 
 MOST_KINDS = 10
 MOST_LARGEST = 8
 MOST_LIVES = 120
 BINS = 20
-"""Idle times are counted in so many bins, from nothing to the whole step."""
+"""The number of bins of idle times, from zero to the whole step."""
 
 
 def gather_statistics(settings: dict[str, Any], before: object, save: object) -> dict[str, Any]:
-    """Measure and profile a step, and return what the document says of it."""
+    """Measure and profile a step, and return the numbers for the document."""
     work = built(settings)
     plain = plainly(work, settings["steps"])
     captured = rekindle.capture(*parts_of(work))
@@ -55,7 +55,7 @@ def _work(row: Work) -> dict[str, Any]:
 
 
 def _kinds(summary: Summary) -> list[dict[str, Any]]:
-    """The kinds of operators that take most of the time, and all others as one."""
+    """The kinds of operators with the most time, and all others as one row."""
     first, rest = summary.operators[:MOST_KINDS], summary.operators[MOST_KINDS:]
     rows = [_work(row) for row in first]
     if rest:
@@ -80,12 +80,12 @@ def _peak(peak: Peak) -> dict[str, Any]:
     }
 
 
-def _part(part: Part) -> dict[str, Any]:
+def _part(part: PeakPart) -> dict[str, Any]:
     return {"label": part.label, "bytes": part.nbytes, "count": part.count}
 
 
 def _activations(trace: Trace, rows: Sequence[Activation]) -> dict[str, Any]:
-    """How long activations lie idle: all together, by bins, and the largest one by one."""
+    """The idle times of activations: of all, by bins, and of the largest one by one."""
     sizes = np.array([row.nbytes for row in rows], dtype=np.float64)
     idle = np.array([row.idle_us for row in rows], dtype=np.float64)
     whole = trace.step_us or 1.0
@@ -119,7 +119,7 @@ def _named(row: Activation, lifetime: Lifetime) -> dict[str, Any]:
 
 
 def _uses(lifetime: Lifetime, trace: Trace) -> list[int | None]:
-    """When an activation is made, last used forward, and first and last used backward, in µs."""
+    """When an activation is made, last used forward, first and last used backward, in µs."""
     uses = (
         lifetime.birth,
         lifetime.last_forward_use,

@@ -1,4 +1,4 @@
-"""What the kinds of tasks share: steps that are built and measured."""
+"""Steps that are built and measured, for all kinds of tasks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rekindle import models
 from rekindle.measuring.timing import Measurement, measure, resident_tensors
 
 Parts = tuple[Any, Any, Any, Any]
-_WARM_UP = 2
+_WARM_UP_STEPS = 2
 
 
 def built(settings: dict[str, Any]) -> models.Workload:
-    """The model that the settings name, with nothing of another one around."""
+    """The model that the settings name, built after the memory of others is freed."""
     settle()
     how = {name: settings[name] for name in ("batch", "precision", "device")}
     return models.build(settings["model"], **how)
@@ -28,7 +28,7 @@ def parts_of(work: models.Workload) -> Parts:
 
 
 def settle() -> None:
-    """What was there before must not count: drop it, and let the allocator forget it."""
+    """Free the memory of steps before, also in the allocator's cache."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -36,13 +36,13 @@ def settle() -> None:
 
 
 def plainly(work: models.Workload, steps: int) -> dict[str, Any]:
-    """What the plain step takes."""
+    """The measurements of the plain step."""
     model, optimizer, batch = work.model, work.optimizer, work.batch
     found = measure(
         partial(work.train_step, model, optimizer, batch),
         device=torch.device(work.device),
         steps=steps,
-        warmup=_WARM_UP,
+        warmup=_WARM_UP_STEPS,
         resident=lambda: resident_tensors(model, optimizer, batch),
     )
     return figures(found)

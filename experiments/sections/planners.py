@@ -11,7 +11,7 @@ from experiments.pieces import planners_name
 from experiments.tasks import UNFINISHED
 from rekindle.report.figures import GREY, byte_unit, new_figure
 from rekindle.report.palette import MARKERS, SERIES
-from rekindle.report.plan_words import fine_percent
+from rekindle.report.words import fine_percent
 from rekindle.units import format_bytes, format_us
 
 Found = dict[str, Any]

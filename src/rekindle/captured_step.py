@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from rekindle.core.graph.graph import StepGraph
+from rekindle.core.notebook import html_table, one_line
 from rekindle.engines.engine import EngineInfo
 from rekindle.engines.select_engine import EngineFactory
 from rekindle.errors import RekindleError
@@ -260,6 +261,18 @@ class CapturedStep:
             variants.pop(0)
             if not variants:
                 del self._variants[key]
+
+    def _facts(self) -> dict[str, object]:
+        graph = self.graph
+        return {
+            "ops": f"{len(graph.ops):,}",
+            "device": "forecast only" if self.is_forecast else self.device,
+            "captures": self.n_captures,
+            "graph": graph.fingerprint,
+        }
+
+    __repr__ = one_line
+    _repr_html_ = html_table
 
 
 def _state_of(variant: Variant) -> list[torch.Tensor] | None:

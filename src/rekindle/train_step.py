@@ -12,11 +12,13 @@ from rekindle.core.graph.graph import StepGraph
 from rekindle.core.graph.schedule import Plan
 from rekindle.core.graph.simulate import Trace, simulate
 from rekindle.core.memory.layout import layout
+from rekindle.core.notebook import html_table, one_line
 from rekindle.engines.engine import EngineInfo
 from rekindle.errors import ReportError
 from rekindle.measuring.timing import Measurement, measure
-from rekindle.report import plan_html
-from rekindle.report.plan_summary import summarize_plan
+from rekindle.report.html import write_html
+from rekindle.report.summary import summarize
+from rekindle.units import format_bytes, format_us
 
 
 class TrainStep:
@@ -132,19 +134,15 @@ class TrainStep:
                 "a step without a profile has no report: give optimize a budget, "
                 "or use rekindle.profile and rekindle.simulate."
             )
-        unplanned = simulate(self.graph, profile)
-        summary = summarize_plan(
+        summary = summarize(
             self.graph,
             profile,
-            self.plain_trace or unplanned,
-            plan,
             trace,
+            plan=plan,
+            plain=self.plain_trace,
             plain_profile=self.plain_profile,
         )
-        laid_out = layout(self.graph, plan)
-        plan_html.write_plan_html(
-            Path(path), self.graph, profile, unplanned, trace, summary, layout=laid_out
-        )
+        write_html(Path(path), summary, layout=layout(self.graph, plan))
 
     def __reduce__(self) -> NoReturn:
         """Refuse to be pickled or copied: the step is bound to the model that it trains."""
@@ -152,3 +150,20 @@ class TrainStep:
             "a TrainStep cannot be pickled or copied: save model.state_dict() and "
             "optimizer.state_dict(), the plan with rekindle.save_plan, and call optimize again."
         )
+
+    def _facts(self) -> dict[str, object]:
+        plan, facts = self.plan, dict[str, object](ops=f"{len(self.graph.ops):,}")
+        facts |= {"device": self._captured.device, "captures": self.n_captures}
+        if plan is None or self.budget_bytes is None:
+            return facts | {"budget": "none"}
+        dropped = sum(not decision.is_kept for decision in plan.decisions)
+        return facts | {
+            "budget": format_bytes(self.budget_bytes),
+            "planner": plan.planner,
+            "forecast peak": format_bytes(plan.peak_bytes),
+            "dropped": f"{dropped:,} of {len(plan.decisions):,} activations",
+            "added time": format_us(plan.recompute_us),
+        }
+
+    __repr__ = one_line
+    _repr_html_ = html_table

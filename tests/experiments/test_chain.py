@@ -148,7 +148,7 @@ def test_batch_sizes(made: Made) -> None:
     short = [record for record in data["cases"] if record["status"] == "out of memory"]
     plain = [record["case"]["batch"] for record in short if record["case"]["way"] == "plain"]
     assert plain == [16]
-    # the planner that stands in goes by measured times, and does not find a plan every time
+    # the stand-in planner depends on measured times, and does not always find a plan
     planned = [record for record in short if record["case"]["way"] != "plain"]
     assert all(record["kind"] == "InfeasibleBudget" for record in planned), planned
     assert len(planned) <= 1

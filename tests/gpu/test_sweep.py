@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from dataclasses import asdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from rekindle.studies.sweep_case import Case
+from rekindle.studies.sweep import Case, run_alone
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 CAP_BYTES = 1 << 30
-RUN = "from rekindle.studies.sweep_case import main; main()"
 
 
-def run(folder: Path, **how: Any) -> dict[str, Any]:
+def run(folder: Path, **how: Any) -> Mapping[str, Any]:
     """The record of a case, run in a process of its own, as caps are for good."""
     case = Case(model="resnet-tiny", steps=2, precision="bf16", cap_bytes=CAP_BYTES, **how)
-    path = folder / case.file_name
-    command = [sys.executable, "-c", RUN, json.dumps(asdict(case)), str(path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found
+    return run_alone(case, folder / case.file_name)
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:0"])

@@ -126,7 +126,7 @@ def test_a_file_may_import_its_neighbour(write: Write, tmp_path: Path) -> None:
         ),
         ("sized", {"precision": "bf16"}, r"sized takes no argument 'precision'"),
         ("sized", {"device": "cpu"}, r"sized takes no argument 'device'"),
-        ("sized", {"batch": -1}, r"whole number from 1 up, not -1"),
+        ("sized", {"batch": -1}, r"whole number of at least 1, not -1"),
         ("anything", {"precision": "int3"}, r"unknown precision 'int3': use fp32 or bf16"),
         ("anything", {"device": "abacus"}, r"unknown device 'abacus': use cpu or cuda"),
         ("needs_batch", {}, r"needs_batch needs 'batch': give --batch, or a default"),

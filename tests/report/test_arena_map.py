@@ -9,7 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 from support.browser import check_alone, look, needs_browser, opened
-from support.tiny_step import ABOUT, MIB, nasty_graph, tiny_graph, tiny_plan, tiny_profile
+from support.tiny_step import (
+    ABOUT,
+    MIB,
+    nasty_graph,
+    tiny_graph,
+    tiny_plan,
+    tiny_plan_summary,
+    tiny_profile,
+)
 
 from rekindle.core.cost.profile import Profile
 from rekindle.core.graph.graph import StepGraph
@@ -17,11 +25,10 @@ from rekindle.core.graph.schedule import Plan
 from rekindle.core.graph.simulate import simulate
 from rekindle.core.memory.layout import Layout, layout
 from rekindle.errors import ReportError
-from rekindle.report.arena_map import map_data, map_words
-from rekindle.report.html import write_html
+from rekindle.report.html import map_words, write_html
+from rekindle.report.page_data import map_data
 from rekindle.report.palette import colour
-from rekindle.report.plan_html import write_plan_html
-from rekindle.report.plan_summary import summarize_plan
+from rekindle.report.summary import summarize
 
 pytest.importorskip("plotly")
 
@@ -51,18 +58,13 @@ def in_place_graph() -> StepGraph:
 def plain_page(path: Path, graph: StepGraph | None = None) -> Path:
     graph = graph or tiny_graph()
     profile = tiny_profile(graph)
-    trace = simulate(graph, profile)
-    write_html(path, graph, profile, trace, ABOUT, layout=layout(graph))
+    summary = summarize(graph, profile, simulate(graph, profile), ABOUT)
+    write_html(path, summary, layout=layout(graph))
     return path
 
 
 def plan_page(path: Path) -> Path:
-    graph, plan = tiny_graph(), tiny_plan()
-    profile = tiny_profile(graph)
-    plain, planned = simulate(graph, profile), simulate(graph, profile, plan)
-    summary = summarize_plan(graph, profile, plain, plan, planned, ABOUT)
-    laid_out = layout(graph, plan)
-    write_plan_html(path, graph, profile, plain, planned, summary, layout=laid_out)
+    write_html(path, tiny_plan_summary(), layout=layout(tiny_graph(), tiny_plan()))
     return path
 
 
@@ -75,7 +77,7 @@ def name_of(data: dict[str, Any], piece: int, maker: str) -> str:
 def test_the_data_is_the_layout(plan: Plan | None) -> None:
     graph = tiny_graph()
     trace, found = simulate(graph, tiny_profile(graph), plan), layout(graph, plan)
-    data = map_data(graph, trace, found)
+    data = map_data(trace, found)
     unit = data["unit_bytes"]
     assert data["start"] == found.start.tolist()
     assert data["end"] == found.end.tolist()
@@ -96,7 +98,7 @@ def test_names_that_follow_from_their_op_are_not_written_out() -> None:
     names = {2: "mm_out0", 3: "held"}
     values = [replace(value, name=names.get(value.index, value.name)) for value in graph.values]
     graph = replace(graph, values=tuple(values))
-    data = map_data(graph, simulate(graph, tiny_profile(graph)), layout(graph))
+    data = map_data(simulate(graph, tiny_profile(graph)), layout(graph))
     assert data["names"] == [[True, "_out0"], [False, "held"], [True, ""]]
     assert [data["name"][piece] for piece in range(3)] == [0, 1, 2]
 
@@ -105,7 +107,7 @@ def test_what_is_written_in_place_is_told_by_its_number() -> None:
     graph = in_place_graph()
     found = layout(graph)
     assert [(reuse.over.storage, reuse.result.storage) for reuse in found.reuses] == [(4, 5)]
-    data = map_data(graph, simulate(graph, tiny_profile(graph)), found)
+    data = map_data(simulate(graph, tiny_profile(graph)), found)
     [[result, over]] = data["over"]
     assert (found.storage[result], found.storage[over]) == (5, 4)
     assert data["offset"][result] == data["offset"][over]
@@ -117,7 +119,7 @@ def test_a_layout_of_another_plan_is_refused() -> None:
     plain, planned = simulate(graph, profile), simulate(graph, profile, plan)
     for trace, found in ((plain, layout(graph, plan)), (planned, layout(graph))):
         with pytest.raises(ReportError, match="of the same plan as the trace"):
-            map_data(graph, trace, found)
+            map_data(trace, found)
 
 
 def laid_out_with(arena_bytes: int, bound_bytes: int) -> Layout:
@@ -128,10 +130,10 @@ def laid_out_with(arena_bytes: int, bound_bytes: int) -> Layout:
 def test_how_close_the_arena_is_in_words() -> None:
     exact = map_words(laid_out_with(5 * MIB, 5 * MIB))
     assert "6 pieces of memory" in exact["words"]
-    assert "takes 5.00 MiB: exactly the most bytes that are there at once" in exact["words"]
+    assert "takes 5.00 MiB: exactly the most bytes that are live at once" in exact["words"]
     assert exact["again"] == ""
     near = map_words(laid_out_with(1013 * MIB, 1000 * MIB))["words"]
-    assert "1.3% above the most bytes that are there at once (the dotted line, 0.977 GiB)" in near
+    assert "1.3% above the most bytes that are live at once (the dotted line, 0.977 GiB)" in near
     assert "hatched" in map_words(layout(tiny_graph(), tiny_plan()))["again"]
 
 
@@ -140,7 +142,7 @@ def test_without_a_layout_there_is_no_map(tmp_path: Path) -> None:
     profile = tiny_profile(graph)
     with_map = plain_page(tmp_path / "with.html").read_text(encoding="utf-8")
     check_alone(with_map)
-    write_html(tmp_path / "without.html", graph, profile, simulate(graph, profile), ABOUT)
+    write_html(tmp_path / "without.html", summarize(graph, profile, simulate(graph, profile)))
     without = (tmp_path / "without.html").read_text(encoding="utf-8")
     for mark in ("Where everything lies", 'id="map"', '"arena_bytes"'):
         assert mark in with_map
@@ -294,7 +296,7 @@ def test_an_arena_above_the_bound_has_a_line_of_its_own(tmp_path: Path) -> None:
     profile = tiny_profile(graph)
     page = tmp_path / "profile.html"
     larger = laid_out_with(6 * MIB, 5 * MIB)
-    write_html(page, graph, profile, simulate(graph, profile), ABOUT, layout=larger)
+    write_html(page, summarize(graph, profile, simulate(graph, profile), ABOUT), layout=larger)
     seen = look(page, USE + 'seen.arena = texts("#map .annotation-text").at(-1);')
     assert [line[0] for line in seen["lines"]] == [5, 6]
     assert seen["arena"] == "arena 6.00 MiB"
@@ -313,7 +315,7 @@ def test_a_step_without_ops_has_no_map(tmp_path: Path) -> None:
     graph = StepGraph((), (), (), ())
     profile = Profile("cpu", graph.fingerprint, ())
     page = tmp_path / "empty.html"
-    write_html(page, graph, profile, simulate(graph, profile), layout=layout(graph))
+    write_html(page, summarize(graph, profile, simulate(graph, profile)), layout=layout(graph))
     notes = opened(page)
     assert (notes["ready"], notes["errors"]) == ("yes", "")
     assert "Where everything lies" not in page.read_text(encoding="utf-8")

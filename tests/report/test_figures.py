@@ -15,6 +15,7 @@ from rekindle.core.graph.simulate import simulate
 from rekindle.errors import ReportError
 from rekindle.report.figures import DPI, SIZE_INCHES, write_png
 from rekindle.report.palette import colour
+from rekindle.report.summary import summarize
 
 matplotlib = pytest.importorskip("matplotlib")
 
@@ -22,7 +23,7 @@ matplotlib = pytest.importorskip("matplotlib")
 def test_png(tmp_path: Path) -> None:
     path = tmp_path / "profile.png"
     before = dict(matplotlib.rcParams)
-    write_png(path, *tiny_step(), ABOUT)
+    write_png(path, summarize(*tiny_step(), ABOUT))
     assert dict(matplotlib.rcParams) == before
     image = pixels(path)
     width, height = (round(inches * DPI) for inches in SIZE_INCHES)
@@ -40,7 +41,7 @@ def test_png(tmp_path: Path) -> None:
 def test_a_step_without_ops_or_times(tmp_path: Path) -> None:
     graph = StepGraph((), (), (), ())
     profile = Profile("cpu", graph.fingerprint, ())
-    write_png(tmp_path / "empty.png", graph, profile, simulate(graph, profile))
+    write_png(tmp_path / "empty.png", summarize(graph, profile, simulate(graph, profile)))
     assert pixels(tmp_path / "empty.png").std() > 0
 
 
@@ -50,5 +51,5 @@ def test_without_matplotlib_it_says_what_to_install(
     for name in ("matplotlib", "matplotlib.backends.backend_agg", "matplotlib.figure"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ReportError, match=r'pip install "rekindle\[report\]"'):
-        write_png(tmp_path / "profile.png", *tiny_step())
+        write_png(tmp_path / "profile.png", summarize(*tiny_step()))
     assert not list(tmp_path.iterdir())

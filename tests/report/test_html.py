@@ -16,7 +16,8 @@ from rekindle.core.graph.simulate import simulate
 from rekindle.core.memory.layout import layout
 from rekindle.errors import ReportError
 from rekindle.report.html import write_html
-from rekindle.report.page_data import bands, positions
+from rekindle.report.page_data import phase_bands, positions
+from rekindle.report.summary import summarize
 
 pytest.importorskip("plotly")
 
@@ -50,7 +51,7 @@ USE = """
 @needs_browser
 def test_in_a_browser(tmp_path: Path) -> None:
     page = tmp_path / "profile.html"
-    write_html(page, *tiny_step(), ABOUT)
+    write_html(page, summarize(*tiny_step(), ABOUT))
     seen = look(page, USE)
     roles = [
         *("parameter", "input", "library workspace", "activation", "weight gradient"),
@@ -84,7 +85,8 @@ def test_in_a_browser(tmp_path: Path) -> None:
 @needs_browser
 def test_names_are_text_and_never_markup(tmp_path: Path) -> None:
     page = tmp_path / "profile.html"
-    write_html(page, *tiny_step(nasty_graph()), {"model": f"a & b {NASTY}", "batch": 1})
+    about = {"model": f"a & b {NASTY}", "batch": 1}
+    write_html(page, summarize(*tiny_step(nasty_graph()), about))
     seen = look(page, USE)
     assert seen["images"] == 0
     assert seen["found"] == ["mm_1", NASTY]
@@ -95,7 +97,7 @@ def test_a_step_without_ops_in_a_browser(tmp_path: Path) -> None:
     graph = StepGraph((), (), (), ())
     profile = Profile("cpu", graph.fingerprint, ())
     page = tmp_path / "empty.html"
-    write_html(page, graph, profile, simulate(graph, profile))
+    write_html(page, summarize(graph, profile, simulate(graph, profile)))
     notes = opened(page)
     assert (notes["ready"], notes["errors"]) == ("yes", "")
 
@@ -103,7 +105,7 @@ def test_a_step_without_ops_in_a_browser(tmp_path: Path) -> None:
 @needs_browser
 def test_an_error_on_the_console_would_be_noticed(tmp_path: Path) -> None:
     page = tmp_path / "profile.html"
-    write_html(page, *tiny_step(), ABOUT)
+    write_html(page, summarize(*tiny_step(), ABOUT))
     text = page.read_text(encoding="utf-8")
     page.write_text(text.replace("const nOps = ops.name", "const nOps = ops.nome"))
     assert "Cannot read properties of undefined" in opened(page)["errors"]
@@ -111,7 +113,7 @@ def test_an_error_on_the_console_would_be_noticed(tmp_path: Path) -> None:
 
 def test_the_page_fetches_nothing_and_says_the_peak(tmp_path: Path) -> None:
     page = tmp_path / "profile.html"
-    write_html(page, *tiny_step(), ABOUT)
+    write_html(page, summarize(*tiny_step(), ABOUT))
     text = page.read_text(encoding="utf-8")
     check_alone(text)
     assert "At its peak the step holds 7.10 MiB, 56% of it activations" in text
@@ -131,7 +133,8 @@ def test_phases_that_take_turns_become_a_few_bands() -> None:
         for i, phase in enumerate([Phase.FORWARD, Phase.BACKWARD] * 40 + [Phase.OPTIMIZER] * 5)
     )
     graph = StepGraph(ops, (Value(0, "x", 0, (1,), "float32"),), (Storage(0, 4, Role.PARAM),), ())
-    found = bands(graph)
+    profile = Profile("cpu", graph.fingerprint, tuple(OpCost(1.0) for _ in ops))
+    found = phase_bands(simulate(graph, profile))
     assert len(found) == 24
     assert found == sorted(found, key=lambda band: band[1])
     assert ("optimizer", 80, 84) in found
@@ -151,7 +154,7 @@ def test_a_page_of_ten_thousand_ops_stays_small(tmp_path: Path) -> None:
     graph = StepGraph(ops, values, storages, ())
     profile = Profile("cpu", graph.fingerprint, tuple(OpCost(1.5) for _ in ops))
     page = tmp_path / "long.html"
-    write_html(page, graph, profile, simulate(graph, profile), layout=layout(graph))
+    write_html(page, summarize(graph, profile, simulate(graph, profile)), layout=layout(graph))
     assert page.stat().st_size - len(get_plotlyjs()) < 2_000_000
 
 
@@ -161,5 +164,5 @@ def test_without_plotly_it_says_what_to_install(
     for name in ("plotly", "plotly.offline"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ReportError, match=r'pip install "rekindle\[report\]"'):
-        write_html(tmp_path / "profile.html", *tiny_step())
+        write_html(tmp_path / "profile.html", summarize(*tiny_step()))
     assert not list(tmp_path.iterdir())

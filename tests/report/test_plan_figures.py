@@ -7,33 +7,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.images import is_hue, pixels, share_of
-from support.tiny_step import ABOUT, MIB, PEAK_BYTES, tiny_plan, tiny_step
+from support.tiny_step import ABOUT, MIB, PEAK_BYTES, tiny_plan_summary, tiny_step
 
 from rekindle.core.cost.profile import Profile
 from rekindle.core.graph.graph import StepGraph
 from rekindle.core.graph.schedule import Plan
 from rekindle.core.graph.simulate import simulate
 from rekindle.planners.curve import Curve
-from rekindle.report.figures import DPI
+from rekindle.report.figures import CURVE_INCHES, DPI, PLAN_INCHES, write_curve_png, write_png
 from rekindle.report.palette import SERIES, colour
-from rekindle.report.plan_figures import (
-    CURVE_INCHES,
-    PLAN_INCHES,
-    write_curve_png,
-    write_plan_png,
-)
-from rekindle.report.plan_summary import summarize_plan
 from rekindle.report.summary import summarize
 
 pytest.importorskip("matplotlib")
 
 
 def test_a_plan(tmp_path: Path) -> None:
-    graph, profile, plain = tiny_step()
-    plan = tiny_plan()
-    planned = simulate(graph, profile, plan)
-    summary = summarize_plan(graph, profile, plain, plan, planned, ABOUT)
-    write_plan_png(tmp_path / "plan.png", graph, plain, planned, summary)
+    write_png(tmp_path / "plan.png", tiny_plan_summary())
     image = pixels(tmp_path / "plan.png")
     assert image.shape[:2] == tuple(round(inches * DPI) for inches in PLAN_INCHES[::-1])
     assert share_of(image, colour("activation")) > 0.02
@@ -43,9 +32,8 @@ def test_a_step_without_ops(tmp_path: Path) -> None:
     graph = StepGraph((), (), (), ())
     profile = Profile("cpu", graph.fingerprint, ())
     plan = Plan("none", graph.fingerprint, 1, (), (), 0, 0.0)
-    plain, planned = simulate(graph, profile), simulate(graph, profile, plan)
-    summary = summarize_plan(graph, profile, plain, plan, planned)
-    write_plan_png(tmp_path / "empty.png", graph, plain, planned, summary)
+    summary = summarize(graph, profile, simulate(graph, profile, plan), plan=plan)
+    write_png(tmp_path / "empty.png", summary)
     assert pixels(tmp_path / "empty.png").std() > 0
 
 

@@ -8,21 +8,20 @@ from typing import Any
 import pytest
 from support.browser import check_alone, look, needs_browser
 from support.tiny_step import (
-    ABOUT,
     MIB,
     PEAK_BYTES,
     nasty_graph,
     tiny_graph,
     tiny_plan,
+    tiny_plan_summary,
     tiny_profile,
 )
 
 from rekindle.core.graph.schedule import Plan
 from rekindle.core.graph.simulate import simulate
 from rekindle.planners.registry import PLANNERS
-from rekindle.report.page_data import bands
-from rekindle.report.plan_html import write_plan_html
-from rekindle.report.plan_summary import summarize_plan
+from rekindle.report.html import write_html
+from rekindle.report.page_data import phase_bands
 
 pytest.importorskip("plotly")
 
@@ -51,11 +50,7 @@ USE = """
 
 
 def page_of(path: Path, plan: Plan, graph: Any = None) -> Path:
-    graph = graph or tiny_graph()
-    profile = tiny_profile(graph)
-    plain, planned = simulate(graph, profile), simulate(graph, profile, plan)
-    summary = summarize_plan(graph, profile, plain, plan, planned, ABOUT)
-    write_plan_html(path, graph, profile, plain, planned, summary)
+    write_html(path, tiny_plan_summary(plan, graph))
     return path
 
 
@@ -103,14 +98,14 @@ def test_the_page_says_what_the_plan_does(tmp_path: Path) -> None:
 
 def test_what_is_computed_again_belongs_to_the_phase_it_is_for() -> None:
     graph = tiny_graph()
-    trace = simulate(graph, tiny_profile(graph), tiny_plan(graph))
-    assert bands(graph) == [
+    profile = tiny_profile(graph)
+    assert phase_bands(simulate(graph, profile)) == [
         ("forward", 0, 1),
         ("loss", 2, 3),
         ("backward", 4, 5),
         ("optimizer", 6, 6),
     ]
-    assert bands(graph, trace) == [
+    assert phase_bands(simulate(graph, profile, tiny_plan(graph))) == [
         ("forward", 0, 1),
         ("loss", 2, 3),
         ("backward", 4, 7),

@@ -7,16 +7,14 @@ import json
 
 import pytest
 from support.printed import text
-from support.tiny_step import ABOUT, MIB, PEAK_BYTES, tiny_plan, tiny_step
+from support.tiny_step import ABOUT, MIB, PEAK_BYTES, tiny_plan, tiny_plan_summary, tiny_step
 
 from rekindle.core.graph.schedule import Decision, Plan
-from rekindle.core.graph.simulate import simulate
 from rekindle.planners.curve import Curve
-from rekindle.report.plan_data import curve_data, plan_data
-from rekindle.report.plan_summary import PlanSummary, summarize_plan
-from rekindle.report.plan_terminal import curve_table, plan_summary
-from rekindle.report.plan_words import bound_in_words, plan_in_words, planned_peak_place
-from rekindle.report.summary import summarize
+from rekindle.report.data import curve_data, step_data
+from rekindle.report.summary import Summary, summarize
+from rekindle.report.terminal import curve_table, step_summary
+from rekindle.report.words import bound_in_words, peak_place, plan_in_words
 
 NARROW = """
 tiny, batch 512, fp32, measured on Toy GPU
@@ -74,10 +72,8 @@ tiny, batch 512, fp32, measured on Toy GPU
 """
 
 
-def summary_of(plan: Plan) -> PlanSummary:
-    graph, profile, plain = tiny_step()
-    planned = simulate(graph, profile, plan)
-    return summarize_plan(graph, profile, plain, plan, planned, ABOUT, plan_seconds=1.5)
+def summary_of(plan: Plan) -> Summary:
+    return tiny_plan_summary(plan, seconds=1.5)
 
 
 def kept_plan() -> Plan:
@@ -89,17 +85,17 @@ def kept_plan() -> Plan:
 
 
 def test_in_80_columns() -> None:
-    assert text(plan_summary(summary_of(tiny_plan())), 80) == NARROW.strip("\n")
+    assert text(step_summary(summary_of(tiny_plan())), 80) == NARROW.strip("\n")
 
 
 def test_in_120_columns_tables_stand_side_by_side() -> None:
-    shown = text(plan_summary(summary_of(tiny_plan())), 120)
+    shown = text(step_summary(summary_of(tiny_plan())), 120)
     assert "at the peak              plain    planned    dropped, by operator" in shown
 
 
 def test_a_plan_that_drops_nothing() -> None:
     summary = summary_of(kept_plan())
-    shown = text(plan_summary(summary), 80)
+    shown = text(step_summary(summary), 80)
     assert "step     500 µs, as the plain step" in shown
     assert "dropped  0 of 1 activations\n" in shown
     assert "dropped, by" not in shown
@@ -117,7 +113,7 @@ def test_words() -> None:
     )
     low = dataclasses.replace(summary, peak=dataclasses.replace(summary.peak, nbytes=5 * MIB))
     assert "The peak falls from 7.10 MiB to 5.00 MiB, and" in plan_in_words(low)
-    assert planned_peak_place(summary).endswith("models/net.py:8, computed again")
+    assert peak_place(summary).endswith("models/net.py:8, computed again")
 
 
 @pytest.mark.parametrize(
@@ -143,15 +139,18 @@ def test_rows_are_sorted_and_grouped() -> None:
     summary = summary_of(dataclasses.replace(tiny_plan(), decisions=decisions))
     assert [row.reason for row in summary.decisions] == ["large", "small", "tiny"]
     assert [row.nbytes for row in summary.decisions] == [4 * MIB, MIB, 4]
-    assert [(g.label, g.dropped, g.count) for g in summary.kinds] == [("relu", 1, 1), ("sum", 1, 1)]
-    assert [group.label for group in summary.modules] == ["layers.*.act", "(no module)"]
+    assert [(g.label, g.dropped, g.activations) for g in summary.dropped_kinds] == [
+        ("relu", 1, 1),
+        ("sum", 1, 1),
+    ]
+    assert [group.label for group in summary.dropped_modules] == ["layers.*.act", "(no module)"]
     assert summary.dropped.dropped == 2
     assert summary.dropped.freed_bytes == 4 * MIB + 4
     assert summary.dropped.added_us == 120.0
 
 
 def test_as_json() -> None:
-    data = json.loads(json.dumps(plan_data(summary_of(tiny_plan()))))
+    data = json.loads(json.dumps(step_data(summary_of(tiny_plan()))))
     assert (data["model"], data["batch"], data["precision"]) == ("tiny", 512, "fp32")
     assert (data["device"], data["planner"], data["budget_bytes"]) == (
         *("Toy GPU", "by hand"),

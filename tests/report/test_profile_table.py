@@ -12,7 +12,7 @@ from rekindle.core.cost.profile import Profile
 from rekindle.core.graph.graph import StepGraph
 from rekindle.core.graph.simulate import simulate
 from rekindle.report.summary import Summary, summarize
-from rekindle.report.terminal import profile_summary
+from rekindle.report.terminal import step_summary
 from rekindle.report.words import peak_in_words, peak_place, step_in_words
 
 NARROW = """
@@ -82,11 +82,11 @@ def summary() -> Summary:
 
 
 def test_in_80_columns(summary: Summary) -> None:
-    assert text(profile_summary(summary), 80) == NARROW.strip("\n")
+    assert text(step_summary(summary), 80) == NARROW.strip("\n")
 
 
 def test_in_120_columns_tables_stand_side_by_side(summary: Summary) -> None:
-    shown = text(profile_summary(summary), 120)
+    shown = text(step_summary(summary), 120)
     assert WIDE.strip("\n") in shown
     assert shown.endswith(WIDE_ACTIVATIONS.strip("\n"))
 
@@ -95,7 +95,7 @@ def test_no_row_wraps_where_names_are_long(summary: Summary) -> None:
     long = "transformer.encoder.layers.11.attention.output.dense"
     row = dataclasses.replace(summary.activations[0], module=long)
     longer = dataclasses.replace(summary, activations=(row,))
-    lines = text(profile_summary(longer), 70).splitlines()
+    lines = text(step_summary(longer), 70).splitlines()
     assert lines[-1].split() == [
         *("relu", "t.e.l.11.a.o.dense", "4.00", "MiB", "40.0", "µs", "net.py:8")
     ]
@@ -135,4 +135,4 @@ def test_a_step_without_ops() -> None:
     profile = Profile("cpu", graph.fingerprint, ())
     empty = summarize(graph, profile, simulate(graph, profile))
     assert peak_in_words(empty) == "The step has no ops, and holds no memory."
-    assert text(profile_summary(empty)).startswith("training step, estimated for cpu\n  peak  0 B")
+    assert text(step_summary(empty)).startswith("training step, estimated for cpu\n  peak  0 B")

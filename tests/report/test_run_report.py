@@ -1,4 +1,4 @@
-"""What `rekindle run` shows: measured beside forecast, and whether the promises held."""
+"""What `rekindle run` shows: measured next to forecast, and whether the promises held."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ import dataclasses
 
 import pytest
 from support.printed import text
-from support.tiny_step import ABOUT, MIB, PEAK_BYTES, tiny_plan, tiny_step
+from support.tiny_step import MIB, PEAK_BYTES, tiny_plan, tiny_plan_summary, tiny_step
 
 from rekindle.core.graph.comparison import Comparison
-from rekindle.core.graph.simulate import simulate
-from rekindle.report.plan_data import plan_data
-from rekindle.report.plan_summary import summarize_plan
-from rekindle.report.run_report import replay_data, run_conclusion, run_data, run_summary
+from rekindle.report.data import step_data
+from rekindle.report.run_report import run_conclusion, run_data, run_summary
 
-GRAPH, PROFILE, PLAIN = tiny_step()
+GRAPH, PROFILE, _ = tiny_step()
 PLAN = tiny_plan(GRAPH)
-SUMMARY = summarize_plan(GRAPH, PROFILE, PLAIN, PLAN, simulate(GRAPH, PROFILE, PLAN), ABOUT)
+SUMMARY = tiny_plan_summary(PLAN)
 EQUAL = Comparison(
     graph=GRAPH,
     capture_us=250_000.0,
@@ -65,13 +63,13 @@ def test_no_number_is_cut_off_on_a_narrow_terminal(width: int) -> None:
 
 def test_a_plan_that_drops_nothing_says_so() -> None:
     plan = dataclasses.replace(PLAN, decisions=())
-    summary = summarize_plan(GRAPH, PROFILE, PLAIN, plan, simulate(GRAPH, PROFILE, plan), ABOUT)
+    summary = tiny_plan_summary(plan)
     assert "plan    by hand drops nothing" in text(run_summary("tiny", EQUAL, summary))
 
 
 def test_the_data_has_all_that_a_plan_has_and_what_was_measured() -> None:
     data = run_data(OVER, SUMMARY)
-    assert data.items() >= {**plan_data(SUMMARY), "budget_bytes": 7 * MIB}.items()
+    assert data.items() >= {**step_data(SUMMARY), "budget_bytes": 7 * MIB}.items()
     assert data["plain"]["peak_bytes"] == PEAK_BYTES
     plain, planned = data["measured"]["plain"], data["measured"]["planned"]
     assert (plain["peak_bytes"], plain["step_us"]) == (8 * MIB, 500.0)
@@ -82,7 +80,7 @@ def test_the_data_has_all_that_a_plan_has_and_what_was_measured() -> None:
 
 
 def test_without_a_plan_the_data_has_what_was_measured() -> None:
-    data = replay_data(dataclasses.replace(EQUAL, budget_bytes=None, profile=None, plan=None))
+    data = run_data(dataclasses.replace(EQUAL, budget_bytes=None, profile=None, plan=None))
     assert list(data["measured"]) == ["plain", "captured"]
     assert "plain" not in data  # in the data of a plan, that is what was forecast
     assert (data["equal"], data["budget_bytes"], data["is_within_budget"]) == (True, None, True)

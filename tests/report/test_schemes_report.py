@@ -10,9 +10,16 @@ from support.images import pixels, share_of
 from support.printed import text
 
 from rekindle.report.figures import DPI
-from rekindle.report.schemes_figures import COLOURS, SCHEMES_INCHES, _apart, write_schemes_png
-from rekindle.report.schemes_report import schemes_data, schemes_table
-from rekindle.studies.schemes import SCHEMES, Estimate, Measured, SizeResult, Study
+from rekindle.report.schemes_figures import COLOURS, SCHEMES_INCHES, spread_apart, write_schemes_png
+from rekindle.report.schemes_report import (
+    SCHEMES,
+    Estimate,
+    Measured,
+    SizeResult,
+    Study,
+    schemes_data,
+    schemes_table,
+)
 
 MIB = 1 << 20
 FIRST_MIB = {
@@ -117,8 +124,8 @@ def test_the_figure(tmp_path: Path, shown: Study) -> None:
         assert share_of(image, colour) > 0.0002, name
 
 
-def test_labels_that_would_meet_are_moved_apart() -> None:
-    order, places = _apart([100.0, 10.0, 12.0, 11.0, 300.0, 101.0])
+def test_labels_that_would_meet_are_movedspread_apart() -> None:
+    order, places = spread_apart([100.0, 10.0, 12.0, 11.0, 300.0, 101.0])
     assert order == [1, 3, 2, 0, 5, 4]
     assert all(b - a >= 14 - 1e-9 for a, b in pairwise(places))
     assert places[-1] == 300.0

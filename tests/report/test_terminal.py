@@ -9,8 +9,8 @@ from support.printed import text
 
 from rekindle.core.graph.comparison import Comparison
 from rekindle.core.graph.graph import Op, Phase, Role, StepGraph, Storage, Value
-from rekindle.report.data import comparison_data, graph_data
-from rekindle.report.terminal import comparison_summary, graph_summary, model_table
+from rekindle.report.run_report import run_data, run_summary
+from rekindle.report.terminal import graph_summary, model_table
 
 GRAPH = StepGraph(
     ops=(
@@ -80,7 +80,7 @@ def test_graph_summary(width: int, expected: str) -> None:
 
 
 def test_an_equal_comparison_says_what_was_compared_and_times_neither_first_nor_last_step() -> None:
-    shown = text(comparison_summary("tiny", EQUAL))
+    shown = text(run_summary("tiny", EQUAL))
     assert shown.splitlines()[0] == "tiny"
     assert shown.endswith(
         "  equal  after 4 steps, bit for bit: 4 losses, 1 parameter, 2 optimizer state\n"
@@ -92,7 +92,7 @@ def test_an_equal_comparison_says_what_was_compared_and_times_neither_first_nor_
 
 def test_a_comparison_that_differs_names_the_first_few() -> None:
     differences = tuple(f"parameter {index}" for index in range(10))
-    shown = text(comparison_summary("tiny", dataclasses.replace(EQUAL, differences=differences)))
+    shown = text(run_summary("tiny", dataclasses.replace(EQUAL, differences=differences)))
     assert "different  after 4 steps: parameter 0, parameter 1" in shown
     assert "parameter 7 and 2 more" in " ".join(shown.split())
     assert "bit for bit" not in shown
@@ -100,7 +100,7 @@ def test_a_comparison_that_differs_names_the_first_few() -> None:
 
 def test_a_name_with_brackets_is_shown_as_it_is() -> None:
     odd = dataclasses.replace(EQUAL, differences=("parameter [bold]a.weight",))
-    assert "parameter [bold]a.weight" in text(comparison_summary("tiny", odd))
+    assert "parameter [bold]a.weight" in text(run_summary("tiny", odd))
 
 
 @pytest.mark.parametrize(
@@ -114,13 +114,13 @@ def test_a_name_with_brackets_is_shown_as_it_is() -> None:
 def test_a_budget_stands_beside_what_was_measured(budget_bytes: int, expected: str) -> None:
     within = dataclasses.replace(EQUAL, budget_bytes=budget_bytes)
     assert within.is_within_budget is expected.startswith("within")
-    assert expected in text(comparison_summary("tiny", within))
+    assert expected in text(run_summary("tiny", within))
 
 
 def test_a_single_step_is_its_own_median() -> None:
     once = dataclasses.replace(EQUAL, plain_samples_us=(7.0,), captured_samples_us=(9.0,))
     assert (once.steps, once.plain_us, once.captured_us) == (1, 7.0, 9.0)
-    assert "after 1 step," in text(comparison_summary("tiny", once))
+    assert "after 1 step," in text(run_summary("tiny", once))
 
 
 def test_model_table() -> None:
@@ -134,16 +134,16 @@ def test_model_table() -> None:
 
 
 def test_the_data_has_what_the_tables_show() -> None:
-    data = graph_data(GRAPH)
+    found = run_data(EQUAL)
+    data = found["graph"]
     assert data["phases"]["backward"] == {"ops": 1, "flops": 6_000_000}
     assert data["role_bytes"]["activation"] == 3 << 30
     assert data["fingerprint"] == GRAPH.fingerprint
-    found = comparison_data(EQUAL)
     assert found["equal"] is True
     assert (found["budget_bytes"], found["is_within_budget"]) == (None, True)
-    assert found["plain"] == {
+    assert found["measured"]["plain"] == {
         "peak_bytes": 5 << 20,
         "step_us": 2_500.0,
         "samples_us": [90_000.0, 2_000.0, 3_000.0, 1_000.0],
     }
-    assert found["captured"]["step_us"] == 1_500.0
+    assert found["measured"]["captured"]["step_us"] == 1_500.0

@@ -1,4 +1,4 @@
-"""Opens a page in a real browser. Import with `from report.browser import look, needs_browser`."""
+"""Opens a page in a real browser."""
 
 from __future__ import annotations
 

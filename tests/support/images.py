@@ -1,4 +1,4 @@
-"""Looks at a picture. Import with `from report.images import pixels, share_of`."""
+"""Looks at a picture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A sweep made up, with numbers like a GPU's. Import with `from report.made_up_sweep import …`."""
+"""A sweep made up, with numbers like a GPU's."""
 
 from __future__ import annotations
 

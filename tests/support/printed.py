@@ -1,4 +1,4 @@
-"""Prints to a terminal of a fixed width. Import with `from report.printed import text`."""
+"""Prints to a terminal of a fixed width."""
 
 from __future__ import annotations
 

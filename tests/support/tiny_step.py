@@ -10,6 +10,7 @@ from rekindle.core.cost.profile import OpCost, Profile
 from rekindle.core.graph.graph import Op, Phase, Role, Source, StepGraph, Storage, Value
 from rekindle.core.graph.schedule import Compute, Decision, Free, Plan
 from rekindle.core.graph.simulate import Trace, simulate
+from rekindle.report.summary import Summary, summarize
 
 MIB = 1 << 20
 OVERHEAD_BYTES = 100 << 10
@@ -125,3 +126,13 @@ def tiny_plan(graph: StepGraph | None = None) -> Plan:
         recompute_us=120.0,
         bound_us=100.0,
     )
+
+
+def tiny_plan_summary(
+    plan: Plan | None = None, graph: StepGraph | None = None, seconds: float | None = None
+) -> Summary:
+    """The rows of a plan for the tiny step: of `tiny_plan`, unless another is given."""
+    graph = graph or tiny_graph()
+    plan, profile = plan or tiny_plan(graph), tiny_profile(graph)
+    planned = simulate(graph, profile, plan)
+    return summarize(graph, profile, planned, ABOUT, plan=plan, plan_seconds=seconds)

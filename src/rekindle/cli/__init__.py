@@ -1,12 +1,15 @@
-"""The command line: one function a command, which reads options, calls the library and prints.
+"""The command line: one function per command, which reads options, calls the library and prints.
 
-Exit codes: 0 done, 1 a promise did not hold, 2 bad input: a line on standard error says what to do.
+Exit codes: 0 done, 1 a promise did not hold, 2 bad input, with a line on standard error that says
+what to do, 130 interrupted.
 """
 
 from __future__ import annotations
 
+import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any, NamedTuple
@@ -16,62 +19,36 @@ from rich.console import RenderableType
 
 import rekindle
 from rekindle import models
-from rekindle.cli.max_batch_command import find_max_batch
-from rekindle.cli.options import (
-    BatchOption,
-    BudgetOption,
-    CsvOption,
-    DeviceOption,
-    EngineOption,
-    FolderOption,
-    HtmlOption,
-    JsonOption,
-    ModelArgument,
-    NoCacheOption,
-    ParetoOption,
-    PlanFileOption,
-    PlannerOption,
-    PlannersOption,
-    PngOption,
-    PointsOption,
-    PrecisionOption,
-    RunDeviceOption,
-    RunModelArgument,
-    RunsOption,
-    SaveOption,
-    SavePlanOption,
-    StepsOption,
-    can_write_pages,
-)
-from rekindle.cli.output import new_console, print_written, working, write_json
-from rekindle.cli.schemes_command import compare_schemes
-from rekindle.cli.sweep_command import sweep_batches
+from rekindle.cli import options
+from rekindle.cli.output import new_console, print_written, progress_bar, working, write_json
 from rekindle.core.graph.serial import load_plan, save_plan, save_profile
 from rekindle.engines.select_engine import check_engine
-from rekindle.errors import InfeasibleBudget, PlanError, RekindleError, ReportError
+from rekindle.errors import InfeasibleBudget, ModelError, PlanError, RekindleError, ReportError
 from rekindle.planners.curve import trade_offs
 from rekindle.planners.registry import find_planner
 from rekindle.report import (
+    data,
     figures,
-    html,
-    plan_data,
-    plan_figures,
-    plan_html,
-    plan_terminal,
+    fit_report,
     run_report,
-    tables,
+    schemes_report,
+    sweep_figures,
+    sweep_report,
     terminal,
 )
-from rekindle.report.plan_summary import summarize_plan
+from rekindle.report.html import write_html
+from rekindle.report.schemes_figures import write_schemes_png
 from rekindle.report.summary import summarize
-from rekindle.studies.model_runs import Profiled, Trained, profiled, trained
-from rekindle.units import format_budget
+from rekindle.studies import schemes, sweep
+from rekindle.studies.model_runs import Profiled, Trained, find_largest_batch, profiled, trained
+from rekindle.units import format_budget, parse_bytes
 
 DEMO_MODELS = ("resnet-tiny", "bert-tiny")
 DEMO_BUDGET = "60%"
+INTERRUPTED = 128 + signal.SIGINT
 
-# typer carries its own copy of click, and exports of its exceptions this one: its base's base is
-# what everything raises that goes wrong while options are read.
+# typer has its own copy of click and does not export click's base exception, which all errors in
+# reading options derive from: it is the base of the base of this one.
 ClickException: type[Exception] = typer.BadParameter.__mro__[2]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -84,7 +61,7 @@ def entry(
 ) -> None:
     """Fit a PyTorch training step into the memory you have.
 
-    See where memory and time go, plan what to compute again, and train: with the same numbers.
+    See where memory and time go, plan what to recompute, and train with the same numbers.
     """
     if version:
         print(f"rekindle {rekindle.__version__}")
@@ -95,7 +72,7 @@ def entry(
 
 
 @app.command("models")
-def list_models(json: JsonOption = None) -> None:
+def list_models(json: options.JsonOption = None) -> None:
     """List the models of the zoo."""
     specs = models.available()
     new_console(json).print(
@@ -116,16 +93,16 @@ def list_models(json: JsonOption = None) -> None:
 
 @app.command()
 def demo(
-    steps: StepsOption = 5,
-    out: FolderOption = "rekindle-demo",
-    json: JsonOption = None,
+    steps: options.StepsOption = 5,
+    out: options.FolderOption = "rekindle-demo",
+    json: options.JsonOption = None,
 ) -> None:
     """Train two small models on the CPU within 60% of their memory, and compare every bit."""
     console = new_console(json)
     specs = [spec for spec in models.available() if spec.name in DEMO_MODELS]
     pages: dict[str, str] = {}
-    if can_write_pages():
-        _make_folder(out)  # before the work, not after
+    if options.can_write_pages():
+        _make_folder(out)  # before the work starts
         pages = {spec.name: str(Path(out) / f"{spec.name}.html") for spec in specs}
     rows: list[dict[str, Any]] = []
     for spec in specs:
@@ -153,24 +130,24 @@ def _make_folder(path: str) -> None:
 
 @app.command("run")
 def run_model(
-    model: RunModelArgument,
-    budget: BudgetOption = None,
-    planner: PlannerOption = None,
-    plan_file: PlanFileOption = None,
-    steps: StepsOption = 5,
-    batch: BatchOption = None,
-    precision: PrecisionOption = None,
-    device: RunDeviceOption = None,
-    engine: EngineOption = None,
-    html_path: HtmlOption = None,
-    json: JsonOption = None,
+    model: options.RunModelArgument,
+    budget: options.BudgetOption = None,
+    planner: options.PlannerOption = None,
+    plan_file: options.PlanFileOption = None,
+    steps: options.StepsOption = 5,
+    batch: options.BatchOption = None,
+    precision: options.PrecisionOption = None,
+    device: options.RunDeviceOption = None,
+    engine: options.EngineOption = None,
+    html_path: options.HtmlOption = None,
+    json: options.JsonOption = None,
 ) -> None:
     """Train a model plainly and within a budget, and compare every bit, the peak and the time.
 
-    Without a budget, the step is captured and replayed as it is, and compared all the same. What
-    --engine inductor compiles is compared with the same, compiled, without a budget.
+    Without a budget, the step is captured and replayed as it is, and compared in the same way. With
+    --engine inductor, the step is compared with the same compiled step without a budget.
 
-    On a GPU, torch uses deterministic algorithms: two plain trainings need not agree otherwise.
+    On a GPU, torch uses deterministic algorithms: two plain trainings may differ otherwise.
     """
     _check_run_options(budget, planner, plan_file, html_path)
     check_engine(engine or "auto")
@@ -195,37 +172,41 @@ def run_model(
 def _check_run_options(
     budget: str | None, planner: str | None, plan_file: str | None, html_path: str | None
 ) -> None:
-    """Refuse options that do not go together, before the work starts."""
+    """Raise for options that cannot be combined, before the work starts."""
     if plan_file is not None:
         if budget is not None:
-            raise PlanError("a plan has its budget with it: give --budget or --plan, not both.")
+            raise PlanError("a plan has its own budget: give --budget or --plan, not both.")
         if planner is not None:
             raise PlanError("a plan is made already: give --planner or --plan, not both.")
     elif budget is None and (planner is not None or html_path is not None):
         option = "--html" if planner is None else "--planner"
-        raise PlanError(f"{option} is for a plan, which needs a budget: add --budget 60%, for one.")
-    find_planner(planner or "auto")  # an unknown name is refused before the work, not after
+        raise PlanError(
+            f"{option} is for a plan, which needs a budget: add --budget 60%, for example."
+        )
+    find_planner(planner or "auto")  # refuses an unknown name before the work starts
 
 
 def _shown_run(found: Trained, where: str, html_path: str | None) -> _Shown:
-    """A training beside the plain one, for people and as JSON; and the page, if it has a path."""
+    """A training next to the plain one, for people and as JSON; and the page, if it has a path."""
     comparison, about = found.comparison, found.about
     batch = f"batch {about['batch']}, " if about["batch"] is not None else ""
     title = f"{about['model']}: {batch}{about['precision']}, {where}"
     graph, profile, plan = comparison.graph, comparison.profile, comparison.plan
     mode = {"is_deterministic": found.is_deterministic}
     if plan is None or profile is None:
-        data = {**about, "device": found.device, **mode, **run_report.replay_data(comparison)}
-        return _Shown(terminal.comparison_summary(title, comparison), data)
-    unplanned = rekindle.simulate(graph, profile)
-    planned = comparison.trace or rekindle.simulate(graph, profile, plan)
-    plain, costs = comparison.plain_trace or unplanned, comparison.plain_profile
-    summary = summarize_plan(graph, profile, plain, plan, planned, about, plain_profile=costs)
+        content = {**about, "device": found.device, **mode, **run_report.run_data(comparison)}
+        return _Shown(run_report.run_summary(title, comparison), content)
+    summary = summarize(
+        graph,
+        profile,
+        comparison.trace or rekindle.simulate(graph, profile, plan),
+        about,
+        plan=plan,
+        plain=comparison.plain_trace,
+        plain_profile=comparison.plain_profile,
+    )
     if html_path:
-        laid_out = rekindle.layout(graph, plan)
-        plan_html.write_plan_html(
-            Path(html_path), graph, profile, unplanned, planned, summary, layout=laid_out
-        )
+        write_html(Path(html_path), summary, layout=rekindle.layout(graph, plan))
     table = run_report.run_summary(title, comparison, summary)
     return _Shown(table, {**run_report.run_data(comparison, summary), **mode})
 
@@ -237,65 +218,64 @@ def _exit_unless_held(rows: list[dict[str, Any]]) -> None:
 
 @app.command("profile")
 def profile_model(
-    model: ModelArgument,
-    batch: BatchOption = None,
-    precision: PrecisionOption = None,
-    device: DeviceOption = None,
-    html_path: HtmlOption = None,
-    png: PngOption = None,
-    csv: CsvOption = None,
-    json: JsonOption = None,
-    save: SaveOption = None,
-    runs: RunsOption = None,
-    no_cache: NoCacheOption = False,
+    model: options.ModelArgument,
+    batch: options.BatchOption = None,
+    precision: options.PrecisionOption = None,
+    device: options.DeviceOption = None,
+    html_path: options.HtmlOption = None,
+    png: options.PngOption = None,
+    csv: options.CsvOption = None,
+    json: options.JsonOption = None,
+    save: options.SaveOption = None,
+    runs: options.RunsOption = None,
+    no_cache: options.NoCacheOption = False,
 ) -> None:
     """Show where the memory and the time of a training step go."""
     how = {"batch": batch, "precision": precision, "device": device, "runs": runs}
     with working(model, json) as tell:
         graph, profile, about = profiled(model, how, cache=not no_cache, tell=tell)
         tell("simulating")
-        trace = rekindle.simulate(graph, profile)
-        step = (graph, profile, trace)
+        summary = summarize(graph, profile, rekindle.simulate(graph, profile), about)
         tell("writing")
         if save:
             save_profile(Path(save), graph, profile, about)
         if html_path:
-            html.write_html(Path(html_path), *step, about, layout=rekindle.layout(graph))
+            write_html(Path(html_path), summary, layout=rekindle.layout(graph))
         if png:
-            figures.write_png(Path(png), *step, about)
+            figures.write_png(Path(png), summary)
         if csv:
-            tables.write_csv(Path(csv), *step)
+            data.write_csv(Path(csv), summary)
     console = new_console(json)
-    console.print(terminal.profile_summary(summarize(*step, about)))
+    console.print(terminal.step_summary(summary))
     print_written(console, html_path, png, csv, save)
     if json:
-        write_json(json, tables.profile_data(*step, about))
+        write_json(json, data.step_data(summary))
 
 
 @app.command("plan")
 def plan_model(
-    model: ModelArgument,
-    budget: BudgetOption = None,
-    planner: PlannerOption = None,
-    pareto: ParetoOption = False,
-    planners: PlannersOption = None,
-    points: PointsOption = None,
-    batch: BatchOption = None,
-    precision: PrecisionOption = None,
-    device: DeviceOption = None,
-    html_path: HtmlOption = None,
-    png: PngOption = None,
-    json: JsonOption = None,
-    save: SavePlanOption = None,
-    runs: RunsOption = None,
-    no_cache: NoCacheOption = False,
+    model: options.ModelArgument,
+    budget: options.BudgetOption = None,
+    planner: options.PlannerOption = None,
+    pareto: options.ParetoOption = False,
+    planners: options.PlannersOption = None,
+    points: options.PointsOption = None,
+    batch: options.BatchOption = None,
+    precision: options.PrecisionOption = None,
+    device: options.DeviceOption = None,
+    html_path: options.HtmlOption = None,
+    png: options.PngOption = None,
+    json: options.JsonOption = None,
+    save: options.SavePlanOption = None,
+    runs: options.RunsOption = None,
+    no_cache: options.NoCacheOption = False,
 ) -> None:
-    """Decide what to keep and what to compute again, so that a step fits into a budget."""
+    """Decide what to keep and what to recompute, so that a step fits into a budget."""
     one_plan = {"budget": budget, "html": html_path, "save": save}
     _check_plan_options(pareto, one_plan, planner, {"planners": planners, "points": points})
     names = [name.strip() for name in (planners or planner or "auto").split(",")]
     for name in names:
-        find_planner(name)  # an unknown name is refused before the work, not after
+        find_planner(name)  # refuses an unknown name before the work starts
     how = {"batch": batch, "precision": precision, "device": device, "runs": runs}
     with working(model, json) as tell:
         found = profiled(model, how, cache=not no_cache, tell=tell)
@@ -312,7 +292,7 @@ def plan_model(
 
 
 class _Shown(NamedTuple):
-    """What a command shows: for people, and as JSON."""
+    """The result of a command: for people, and as JSON."""
 
     table: RenderableType
     data: dict[str, Any]
@@ -332,19 +312,16 @@ def _plan_one(
     started = perf_counter()
     plan = rekindle.plan(graph, profile, budget=budget, planner=planner)
     seconds = perf_counter() - started
-    plain, planned = rekindle.simulate(graph, profile), rekindle.simulate(graph, profile, plan)
-    summary = summarize_plan(graph, profile, plain, plan, planned, about, seconds)
+    planned = rekindle.simulate(graph, profile, plan)
+    summary = summarize(graph, profile, planned, about, plan=plan, plan_seconds=seconds)
     tell("writing")
     if save:
         save_plan(Path(save), plan)
     if html_path:
-        laid_out = rekindle.layout(graph, plan)
-        plan_html.write_plan_html(
-            Path(html_path), graph, profile, plain, planned, summary, layout=laid_out
-        )
+        write_html(Path(html_path), summary, layout=rekindle.layout(graph, plan))
     if png:
-        plan_figures.write_plan_png(Path(png), graph, plain, planned, summary)
-    return _Shown(plan_terminal.plan_summary(summary), plan_data.plan_data(summary))
+        figures.write_png(Path(png), summary)
+    return _Shown(terminal.step_summary(summary), data.step_data(summary))
 
 
 def _plan_curves(
@@ -360,14 +337,14 @@ def _plan_curves(
         graph, profile, planners, points, tell=lambda name: tell(f"planning with {name}")
     )
     if png:
-        plan_figures.write_curve_png(Path(png), plain, curves)
-    return _Shown(plan_terminal.curve_table(plain, curves), plan_data.curve_data(plain, curves))
+        figures.write_curve_png(Path(png), plain, curves)
+    return _Shown(terminal.curve_table(plain, curves), data.curve_data(plain, curves))
 
 
 def _check_plan_options(
     pareto: bool, one_plan: dict[str, Any], planner: str | None, many: dict[str, Any]
 ) -> None:
-    """Refuse options that do not go together, before the work starts."""
+    """Raise for options that cannot be combined, before the work starts."""
     if pareto:
         given = [name for name, value in one_plan.items() if value is not None]
         if given:
@@ -387,13 +364,144 @@ def _check_plan_options(
         )
 
 
-app.command("schemes")(compare_schemes)
-app.command("max-batch")(find_max_batch)
-app.command("sweep")(sweep_batches)
+@app.command("schemes")
+def show_schemes(
+    model: options.SchemesModelArgument,
+    sizes: options.SizesOption = None,
+    measure: options.MeasureOption = False,
+    batch: options.BatchOption = None,
+    precision: options.PrecisionOption = None,
+    device: options.SchemesDeviceOption = None,
+    png: options.PngOption = None,
+    json: options.JsonOption = None,
+) -> None:
+    """Compare seven schemes of memory optimisation on a model that grows deeper or longer.
+
+    Bytes of feature maps with nothing optimised, written in place, shared, and checkpointed.
+    """
+    how = {"batch": batch, "precision": precision, "device": device}
+    wanted = options.parse_sizes(sizes) if sizes is not None else None
+    with working(model, json) as tell:
+        study = schemes.compare_schemes(model, wanted, measure=measure, how=how, tell=tell)
+        tell("writing")
+        if png:
+            write_schemes_png(Path(png), study)
+    console = new_console(json)
+    console.print(schemes_report.schemes_table(study))
+    print_written(console, png)
+    write_json(json, schemes_report.schemes_data(study))
+
+
+@app.command("max-batch")
+def find_max_batch(
+    model: options.RunModelArgument,
+    budget: options.NeededBudgetOption,
+    at_least: options.AtLeastOption = None,
+    check: options.CheckOption = False,
+    planner: options.PlannerOption = None,
+    precision: options.PrecisionOption = None,
+    device: options.DeviceOption = None,
+    json: options.JsonOption = None,
+) -> None:
+    """Find the largest batch that a budget holds, plain and planned, and how fast each is.
+
+    All of it is forecast, so that nothing runs out of memory. --device "RTX 4090", or the name of
+    another GPU, forecasts for a GPU that this machine does not have.
+    """
+    share = options.parse_share(at_least)
+    with working(model, json) as tell:
+        found, checks = find_largest_batch(
+            model,
+            budget,
+            device=device,
+            precision=precision,
+            planner=planner or "auto",
+            at_least=share,
+            check=check,
+            tell=tell,
+        )
+    console = new_console(json)
+    console.print(fit_report.fit_summary(model, found))
+    for each in checks:
+        console.print(f"  checked: {fit_report.check_in_words(each)}")
+    write_json(json, {"model": model, **fit_report.fit_data(found), "checks": checks})
+    if not all(each["fits"] for each in checks):
+        raise typer.Exit(1)
+
+
+@app.command("sweep")
+def sweep_batches(
+    out: options.FolderOption,
+    model: options.SweepModelArgument = None,
+    batches: options.BatchesOption = None,
+    budget: options.BudgetsOption = None,
+    peers: options.PeersOption = False,
+    engine: options.EngineOption = None,
+    planner: options.PlannerOption = None,
+    precision: options.PrecisionOption = None,
+    device: options.RunDeviceOption = None,
+    cap: options.CapOption = None,
+    steps: options.StepsOption = 10,
+    again: options.AgainOption = False,
+    figures_only: options.FiguresOnlyOption = False,
+    json: options.JsonOption = None,
+) -> None:
+    """Measure memory and time at several batch sizes, plain and planned, and draw the figures.
+
+    Each case runs in a process of its own; running out of memory is recorded as a result. A sweep
+    that was interrupted continues where it stopped: call it again.
+    """
+    folder = Path(out)
+    if figures_only:
+        _show_sweep(sweep.read_sweep(folder), folder, json, draws=True)
+        return
+    if model is None or batches is None:
+        missing = "a MODEL" if model is None else "--batches 32,64,128, for example"
+        raise ModelError(f"what is to be run? Give {missing}; or --figures-only to draw only.")
+    sizes, budgets = options.parse_batches(batches), options.parse_budgets(budget or "")
+    if not budgets:
+        raise PlanError(
+            "how much memory may planned steps take? Give --budget 8GiB, --budget 60% (of the "
+            "plain step's own peak), or several, as in 80%,60%,40%."
+        )
+    settings: dict[str, Any] = {
+        "model": model,
+        "precision": precision,
+        "device": device,
+        "engine": engine or "auto",
+        "planner": planner or "auto",
+        "steps": steps,
+        "cap_bytes": None if cap is None else parse_bytes(cap),
+        "batches": sizes,
+        "budgets": budgets,
+    }
+    cases = sweep.sweep_cases(model, sizes, budgets, with_peers=peers, settings=settings)
+    with progress_bar(len(cases)) as tell:
+        is_whole = sweep.run_sweep(
+            cases, settings, folder, again=again, tell=tell, run=sweep.run_alone
+        )
+    found = sweep.read_sweep(folder)
+    _show_sweep(found, folder, json, draws=find_spec("matplotlib") is not None)
+    if not is_whole:
+        raise typer.Exit(INTERRUPTED)
+    if sweep_report.failed_cases(found) or sweep_report.over_budget(found):
+        raise typer.Exit(1)
+
+
+def _show_sweep(found: Mapping[str, Any], folder: Path, json: str | None, *, draws: bool) -> None:
+    """Draw the figures of a sweep, and print its table."""
+    written = sweep_figures.write_sweep_pngs(folder, found) if draws else []
+    console = new_console(json)
+    console.print(sweep_report.sweep_table(found))
+    if not draws:
+        missing = 'No figures: they need matplotlib (pip install "rekindle[report]").'
+        console.print(missing, markup=False)
+    print_written(console, str(folder / sweep.SWEEP_FILE), *(str(path) for path in written))
+    write_json(json, {key: value for key, value in found.items() if key != "schema"})
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The entry point: bad input is told in a line on standard error, without a traceback."""
+    """The entry point; bad input is answered by one line on standard error, not a traceback."""
     try:
         code = app(arguments, prog_name="rekindle", standalone_mode=False)
     except ClickException as error:

@@ -1,8 +1,9 @@
-"""The options that commands share: how they are written, what they mean, what they refuse."""
+"""The options of the commands: their names, help texts and checks."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -10,13 +11,14 @@ from typing import Annotated
 import typer
 
 from rekindle.core.graph.serial import SAVED_SUFFIX
+from rekindle.errors import PlanError
 from rekindle.units import parse_budget, parse_bytes
 
 STDOUT = "-"
 
 
 def _check_file(target: str | None) -> str | None:
-    """Refuse a file that cannot be written before the work starts, not after."""
+    """Raise for a file that cannot be written, before the work starts."""
     if target is None:
         return target
     if target == STDOUT:
@@ -45,7 +47,7 @@ def _check_folder(target: str) -> str:
 
 
 def can_write_pages() -> bool:
-    """Whether the package is here that pages are made with."""
+    """True if plotly, which pages need, is installed."""
     return find_spec("plotly") is not None
 
 
@@ -65,7 +67,9 @@ def _check_json(target: str | None) -> str | None:
 
 def _check_saved(target: str | None) -> str | None:
     if target is not None and not target.endswith(SAVED_SUFFIX):
-        raise typer.BadParameter(f"{target} must end in {SAVED_SUFFIX}, by which it is recognised")
+        raise typer.BadParameter(
+            f"{target} must end in {SAVED_SUFFIX}, which marks a saved profile"
+        )
     return _check_file(target)
 
 
@@ -75,60 +79,65 @@ def _check_plan_file(target: str | None) -> str | None:
     return _check_file(target)
 
 
-def _check_budget(budget: str | None) -> str | None:
-    """Refuse what cannot be read before the work starts; what it comes to is known only later."""
-    if budget is not None:
-        parse_budget(budget, plain_peak_bytes=1 << 62)
-    return budget
+def _checked(parse: Callable[[str], object]) -> Callable[[str | None], str | None]:
+    """A callback that parses a value, to raise for a bad one before the work starts."""
 
+    def check(value: str | None) -> str | None:
+        if value is not None:
+            parse(value)
+        return value
 
-def _check_sizes(sizes: str | None) -> str | None:
-    if sizes is not None:
-        parse_sizes(sizes)
-    return sizes
+    return check
 
 
 def parse_sizes(sizes: str) -> list[int]:
-    """The sizes that a text names, each once, from the smallest up."""
+    """The sizes in a text such as ``50,152``, sorted and without duplicates."""
     try:
-        found = {int(size) for size in sizes.split(",")}
+        return sorted({int(size) for size in sizes.split(",")})
     except ValueError:
-        raise typer.BadParameter(f"{sizes!r} are no sizes: write 50,152,1001, for one") from None
-    return sorted(found)
-
-
-def _check_batches(batches: str | None) -> str | None:
-    if batches is not None:
-        parse_batches(batches)
-    return batches
+        message = f"{sizes!r} are no sizes: write 50,152,1001, for example"
+        raise typer.BadParameter(message) from None
 
 
 def parse_batches(batches: str) -> list[int]:
-    """The batch sizes that a text names, each once, from the smallest up."""
-    try:
-        found = {int(batch) for batch in batches.split(",")}
-    except ValueError:
-        found = {0}
-    if min(found) < 1:
-        raise typer.BadParameter(f"{batches!r} are no batch sizes: write 32,64,128, for one")
-    return sorted(found)
+    """The batch sizes in a text such as ``32,64``, sorted and without duplicates."""
+    parts = [part.strip() for part in batches.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise typer.BadParameter(f"{batches!r} are no batch sizes: write 32,64,128, for example")
+    return sorted({int(part) for part in parts})
 
 
-def _check_budgets(budgets: str | None) -> str | None:
-    for budget in parse_budgets(budgets or ""):
-        _check_budget(budget)
-    return budgets
+def _parse_budget(budget: str) -> int:
+    return parse_budget(budget, plain_peak_bytes=1 << 62)  # the true peak is known only later
 
 
 def parse_budgets(budgets: str) -> list[str]:
-    """The budgets that a text names, each once, as they come; a last comma is forgiven."""
-    return list(dict.fromkeys(part.strip() for part in budgets.split(",") if part.strip()))
+    """The budgets in a text such as ``80%,60%``, in order and without duplicates."""
+    found = list(dict.fromkeys(part.strip() for part in budgets.split(",") if part.strip()))
+    for budget in found:
+        _parse_budget(budget)  # raises for a bad one
+    return found
 
 
-def _check_cap(cap: str | None) -> str | None:
-    if cap is not None and parse_bytes(cap) < 1:
-        raise typer.BadParameter(f"nothing fits into {cap}: give --cap 40GiB, for one")
-    return cap
+def _parse_cap(cap: str) -> int:
+    nbytes = parse_bytes(cap)
+    if nbytes < 1:
+        raise typer.BadParameter(f"nothing fits into {cap}: give --cap 40GiB, for example")
+    return nbytes
+
+
+def parse_share(text: str | None) -> float | None:
+    """A share of the plain step's speed: ``95%`` or ``0.95``."""
+    if text is None:
+        return None
+    try:
+        number = float(text.strip().removesuffix("%"))
+    except ValueError:
+        number = 0.0
+    share = number / 100 if number > 1 or text.strip().endswith("%") else number
+    if not 0 < share <= 1:
+        raise PlanError(f"--at-least is a share of the plain step's speed, as in 95%, not {text!r}")
+    return share
 
 
 JsonOption = Annotated[
@@ -137,22 +146,18 @@ JsonOption = Annotated[
         "--json",
         metavar="PATH",
         callback=_check_json,
-        help="Write the result as JSON; - for standard output, and nothing else is printed there.",
+        help="Write the result as JSON; - for standard output, which then has nothing else.",
     ),
 ]
 ModelArgument = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="A model of the zoo (rekindle models), path/to/file.py:function, or a saved profile "
-        f"(FILE{SAVED_SUFFIX}).",
+        help=f"A model of the zoo, path/to/file.py:function, or a saved FILE{SAVED_SUFFIX}.",
     ),
 ]
 RunModelArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL", help="A model of the zoo (rekindle models), or path/to/file.py:function."
-    ),
+    str, typer.Argument(metavar="MODEL", help="A model of the zoo, or path/to/file.py:function.")
 ]
 BatchOption = Annotated[
     int | None, typer.Option("--batch", min=1, metavar="N", help="The batch size.")
@@ -165,16 +170,14 @@ DeviceOption = Annotated[
     typer.Option(
         "--device",
         metavar="cpu|cuda|NAME",
-        help="Where the step runs and is measured; or the name of a GPU, H200 for one, whose times "
-        "are estimated: no GPU is needed for that.",
+        help="Where the step runs; or the name of a GPU, such as H200, to forecast for it.",
     ),
 ]
 SchemesModelArgument = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="resnet or lstm, each in several sizes; or, in the one size it has, any MODEL that "
-        "rekindle profile takes.",
+        help="resnet or lstm, in several sizes; or any MODEL of rekindle profile, in its one size.",
     ),
 ]
 SizesOption = Annotated[
@@ -182,20 +185,20 @@ SizesOption = Annotated[
     typer.Option(
         "--sizes",
         metavar="N,M,…",
-        callback=_check_sizes,
+        callback=_checked(parse_sizes),
         help="The depths of the resnet, or the lengths of the lstm.",
     ),
 ]
 MeasureOption = Annotated[
     bool,
-    typer.Option("--measure", help="Run the steps, too, on --device cpu or cuda: cpu unless told."),
+    typer.Option("--measure", help="Also run the steps, on --device cpu (the default) or cuda."),
 ]
 SchemesDeviceOption = Annotated[
     str | None,
     typer.Option(
         "--device",
         metavar="cpu|cuda|NAME",
-        help="Whose operators and times to plan with; H200 unless told: no GPU is needed for that.",
+        help="The device to plan for, H200 by default; a GPU given by name need not be present.",
     ),
 ]
 RunDeviceOption = Annotated[
@@ -204,7 +207,7 @@ RunDeviceOption = Annotated[
 NeededBudgetOption = Annotated[
     str,
     typer.Option(
-        "--budget", metavar="B", help="What the step may take: bytes, or text such as 16GiB."
+        "--budget", metavar="B", help="The memory that the step may take: 16GiB, or bytes."
     ),
 ]
 AtLeastOption = Annotated[
@@ -216,12 +219,12 @@ AtLeastOption = Annotated[
     ),
 ]
 CheckOption = Annotated[
-    bool, typer.Option("--check", help="Run what was found once, and see whether it fits.")
+    bool, typer.Option("--check", help="Run the batches found once, and check that they fit.")
 ]
 EngineOption = Annotated[
     str | None,
     typer.Option(
-        "--engine", metavar="E", help="auto, python, cudagraph or inductor; auto unless told."
+        "--engine", metavar="E", help="auto (the default), python, cudagraph or inductor."
     ),
 ]
 HtmlOption = Annotated[
@@ -229,8 +232,7 @@ HtmlOption = Annotated[
     typer.Option("--html", metavar="PATH", callback=_check_page, help="Write an interactive page."),
 ]
 PngOption = Annotated[
-    str | None,
-    typer.Option("--png", metavar="PATH", callback=_check_file, help="Write a figure."),
+    str | None, typer.Option("--png", metavar="PATH", callback=_check_file, help="Write a figure.")
 ]
 CsvOption = Annotated[
     str | None,
@@ -242,32 +244,31 @@ SaveOption = Annotated[
         "--save",
         metavar=f"FILE{SAVED_SUFFIX}",
         callback=_check_saved,
-        help="Save graph and profile, to be studied anywhere; commands take it as their MODEL.",
+        help="Save graph and profile to a file, which commands on any machine take as MODEL.",
     ),
 ]
 RunsOption = Annotated[
     int | None,
-    typer.Option("--runs", min=1, metavar="N", help="How often each op is timed, 3 unless told."),
+    typer.Option("--runs", min=1, metavar="N", help="How often each op is timed; 3 by default."),
 ]
 NoCacheOption = Annotated[
-    bool, typer.Option("--no-cache", help="Measure anew, and keep nothing for the next time.")
+    bool, typer.Option("--no-cache", help="Measure again, and do not cache the profile.")
 ]
 BudgetOption = Annotated[
     str | None,
     typer.Option(
         "--budget",
         metavar="B",
-        callback=_check_budget,
-        help="The memory that the step may take: 8GiB, 500MB, bytes, or 60% of the plain step's "
-        "own peak.",
+        callback=_checked(_parse_budget),
+        help="The memory that the step may take: 8GiB, bytes, or 60% of the plain step's peak.",
     ),
 ]
 PlannerOption = Annotated[
-    str | None, typer.Option("--planner", metavar="P", help="Who decides; auto unless told.")
+    str | None, typer.Option("--planner", metavar="P", help="The planner; auto by default.")
 ]
 ParetoOption = Annotated[
     bool,
-    typer.Option("--pareto", help="Peak against added time at all budgets, in place of one plan."),
+    typer.Option("--pareto", help="Peak against added time at all budgets, instead of one plan."),
 ]
 PlannersOption = Annotated[
     str | None,
@@ -275,7 +276,9 @@ PlannersOption = Annotated[
 ]
 PointsOption = Annotated[
     int | None,
-    typer.Option("--points", min=2, metavar="N", help="With --pareto: how many; 20 unless told."),
+    typer.Option(
+        "--points", min=2, metavar="N", help="With --pareto: the number of budgets; 20 by default."
+    ),
 ]
 SavePlanOption = Annotated[
     str | None,
@@ -287,33 +290,36 @@ SavePlanOption = Annotated[
     ),
 ]
 StepsOption = Annotated[
-    int, typer.Option("--steps", min=1, metavar="N", help="How many steps to train.")
+    int, typer.Option("--steps", min=1, metavar="N", help="The number of steps to run.")
 ]
 PlanFileOption = Annotated[
     str | None,
     typer.Option(
         "--plan",
         metavar="FILE.json",
-        help="Train by a plan that rekindle plan has saved, in place of a budget.",
+        help="Use a plan saved by rekindle plan, instead of a budget.",
     ),
 ]
 FolderOption = Annotated[
     str,
     typer.Option(
-        "--out", metavar="FOLDER", callback=_check_folder, help="Where the pages are written."
+        "--out", metavar="FOLDER", callback=_check_folder, help="Where the results are written."
     ),
 ]
 SweepModelArgument = Annotated[
     str | None,
     typer.Argument(
         metavar="MODEL",
-        help="A model of the zoo (rekindle models), or path/to/file.py:function that takes batch.",
+        help="A model of the zoo, or path/to/file.py:function with an argument batch.",
     ),
 ]
 BatchesOption = Annotated[
     str | None,
     typer.Option(
-        "--batches", metavar="N,M,…", callback=_check_batches, help="The batch sizes to run."
+        "--batches",
+        metavar="N,M,…",
+        callback=_checked(parse_batches),
+        help="The batch sizes to run.",
     ),
 ]
 BudgetsOption = Annotated[
@@ -321,21 +327,14 @@ BudgetsOption = Annotated[
     typer.Option(
         "--budget",
         metavar="B,C,…",
-        callback=_check_budgets,
-        help="The memory that planned steps may take: 8GiB, or 60% of the plain step's own peak; "
-        "several are separated by commas.",
-    ),
-]
-SweepFolderOption = Annotated[
-    str,
-    typer.Option(
-        "--out", metavar="FOLDER", callback=_check_folder, help="Where records and figures go."
+        callback=_checked(parse_budgets),
+        help="The memory that planned steps may take: 8GiB, or 60% of the plain step's peak.",
     ),
 ]
 PeersOption = Annotated[
     bool,
     typer.Option(
-        "--peers", help="Run checkpoints on every block and torch.compile, too, for comparison."
+        "--peers", help="Also run checkpoints on every block, and torch.compile, for comparison."
     ),
 ]
 CapOption = Annotated[
@@ -343,16 +342,14 @@ CapOption = Annotated[
     typer.Option(
         "--cap",
         metavar="BYTES",
-        callback=_check_cap,
-        help="Let each case have so much of the GPU's memory only, 40GiB for one.",
+        callback=_checked(_parse_cap),
+        help="Limit each case to this much of the GPU's memory, such as 40GiB.",
     ),
 ]
-TimedOption = Annotated[
-    int, typer.Option("--steps", min=1, metavar="N", help="How many steps to time in each case.")
-]
 AgainOption = Annotated[
-    bool, typer.Option("--again", help="Run the cases again whose records are there already.")
+    bool, typer.Option("--again", help="Run again the cases that have records already.")
 ]
 FiguresOnlyOption = Annotated[
-    bool, typer.Option("--figures-only", help="Run nothing: draw what --out has in sweep.json.")
+    bool,
+    typer.Option("--figures-only", help="Run nothing: draw the figures of sweep.json in --out."),
 ]

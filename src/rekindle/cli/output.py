@@ -1,4 +1,4 @@
-"""Where results go: tables to standard output, JSON to a file or there in their place."""
+"""Where results go: tables to standard output, JSON to a file, or to standard output instead."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 import rekindle
 from rekindle.cli.options import STDOUT
-from rekindle.report.data import SCHEMA
+from rekindle.report.data import JSON_SCHEMA
 
 
 def new_console(json_target: str | None) -> Console:
-    """Where tables go: standard output, unless that is for JSON alone."""
+    """The console for tables: standard output, silent if that is for JSON alone."""
     return Console(quiet=json_target == STDOUT, highlight=False)
 
 
 @contextmanager
 def working(model: str, json_target: str | None) -> Iterator[Callable[[str], None]]:
-    """Show on standard error what is being done: call what is yielded with each stage.
+    """Show the current stage on standard error: call the function yielded with each stage.
 
-    Where standard output is for JSON alone, what a user's step prints goes to standard error, too.
+    If standard output is for JSON alone, the output of a user's step goes to standard error, too.
     """
     with ExitStack() as stack:
         if json_target == STDOUT:
@@ -38,15 +39,33 @@ def working(model: str, json_target: str | None) -> Iterator[Callable[[str], Non
         yield lambda stage: status.update(Text(f"{model}: {stage}"))
 
 
+@contextmanager
+def progress_bar(total: int) -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on standard error; the function yielded takes what runs, and numbers done and left."""
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=24),
+        TextColumn("{task.fields[left]} left"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("", total=total, left=total)
+
+        def tell(what: str, done: int, left: int) -> None:
+            bar.update(task, description=what, completed=done, left=left)
+
+        yield tell
+
+
 def print_written(console: Console, *paths: str | None) -> None:
-    """Say which files were written."""
+    """Print the paths of the files that were written."""
     written = [path for path in paths if path]
     if written:
         console.print(f"Written: {', '.join(written)}", soft_wrap=True, markup=False)
 
 
 def write_json(target: str | None, content: dict[str, Any]) -> None:
-    """Write a result, with the versions it was made with."""
+    """Write a result with the versions of rekindle, torch and Python."""
     if target is None:
         return
     versions = {
@@ -54,7 +73,7 @@ def write_json(target: str | None, content: dict[str, Any]) -> None:
         "torch": str(torch.__version__),
         "python": platform.python_version(),
     }
-    text = json.dumps({"schema": SCHEMA, "versions": versions, **content}, indent=1)
+    text = json.dumps({"schema": JSON_SCHEMA, "versions": versions, **content}, indent=1)
     if target == STDOUT:
         print(text)
     else:

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from rekindle.core.notebook import html_table, one_line
 from rekindle.dynamo import aot
 from rekindle.dynamo.session import LOWERS, PlannedGraph, Session
+from rekindle.units import format_bytes, format_us
 
 __all__ = ["LOWERS", "CompiledModel", "PlannedGraph", "Session", "backend", "compile"]
 
@@ -71,6 +73,20 @@ class CompiledModel(aot.OptimizedModule):
     def report(self, path: str | Path) -> None:
         """Write the page about the plan; it opens in any browser, without a network."""
         self.session.report(path)
+
+    def _facts(self) -> dict[str, object]:
+        facts: dict[str, object] = {"model": type(self._orig_mod).__name__}
+        facts["budget"] = self.session.budget
+        if not self.plans:
+            return facts | {"graphs": "none compiled yet"}
+        return facts | {
+            "graphs": len(self.plans),
+            "forecast peak": format_bytes(max(each.plan.peak_bytes for each in self.plans)),
+            "added time": format_us(sum(each.plan.recompute_us for each in self.plans)),
+        }
+
+    __repr__ = one_line
+    _repr_html_ = html_table
 
 
 def compile(

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rekindle.errors import ReportError
-from rekindle.report import plan_html
-from rekindle.report.plan_summary import summarize_plan
+from rekindle.report.html import write_html
+from rekindle.report.summary import summarize
 from rekindle.units import format_bytes, format_us
 
 if TYPE_CHECKING:
@@ -48,16 +48,14 @@ def write(path: Path, graphs: Sequence[PlannedGraph]) -> None:
 
 
 def _write_one(path: Path, planned: PlannedGraph) -> None:
-    plain, trace = planned.plain_trace, planned.trace
-    summary = summarize_plan(
+    summary = summarize(
         planned.graph,
         planned.profile,
-        plain,
-        planned.plan,
-        trace,
+        planned.trace,
+        plan=planned.plan,
         plan_seconds=planned.seconds,
     )
-    plan_html.write_plan_html(path, planned.graph, planned.profile, plain, trace, summary)
+    write_html(path, summary)
 
 
 def _row(number: int, page: str, planned: PlannedGraph) -> str:

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from rekindle.core.notebook import html_table, one_line
 from rekindle.measuring.meters import cuda_samples_us, peak_bytes
 from rekindle.torch_internals import pytree
+from rekindle.units import format_bytes, format_us
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +24,13 @@ class Measurement:
     peak_bytes: int
     step_us: float
     samples_us: tuple[float, ...]
+
+    def _facts(self) -> dict[str, object]:
+        peak, samples = format_bytes(self.peak_bytes), f"{len(self.samples_us)}"
+        return {"peak": peak, "step": format_us(self.step_us), "samples": samples}
+
+    __repr__ = one_line
+    _repr_html_ = html_table
 
 
 def measure(

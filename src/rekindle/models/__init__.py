@@ -1,7 +1,4 @@
-"""The zoo: ready training steps to plan, run and measure, and a loader for the user's own.
-
-Nothing else in the library imports this package; the command line, the benchmarks and the tests do.
-"""
+"""Training steps to plan, run and measure: the models of the zoo, and the user's own."""
 
 from rekindle.models.load import load
 from rekindle.models.workload import Workload

@@ -1,4 +1,4 @@
-"""From what a user names, a zoo model or a function in a file of their own, to a workload."""
+"""Loads the workload that a user names: a model of the zoo, or a function in a file."""
 
 from __future__ import annotations
 
@@ -33,9 +33,8 @@ def load(
 ) -> Workload:
     """Build the workload that ``spec`` names: a zoo model, or ``path/to/file.py:function``.
 
-    The function returns ``(train_step, model, optimizer, batch)``. It may take any of the arguments
-    ``batch``, ``precision`` and ``device``, and gets those that were asked for; what was not asked
-    for is left to its own defaults.
+    The function returns ``(train_step, model, optimizer, batch)``. It may take the arguments
+    ``batch``, ``precision`` and ``device``, and is called with those that are not None.
 
     >>> load("mlp", batch=2).batch_size
     2
@@ -62,7 +61,8 @@ def load(
     return _from_file(spec, asked)
 
 
-def _from_file(spec: str, asked: dict[str, Any]) -> Workload:
+def split_spec(spec: str) -> tuple[Path, str]:
+    """The file and the function that ``path/to/file.py:function`` names; the file exists."""
     path_text, _, function_name = spec.rpartition(":")
     if not path_text or not function_name:
         path_text = spec.rstrip(":")
@@ -72,10 +72,14 @@ def _from_file(spec: str, asked: dict[str, Any]) -> Workload:
         raise ModelError(f"no file {path_text!r}, from {spec!r}: expected path/to/file.py:function")
     if path.suffix != ".py":
         raise ModelError(f"{path_text!r} is not a Python file: its name must end in .py")
+    return path, function_name
 
+
+def _from_file(spec: str, asked: dict[str, Any]) -> Workload:
+    path, function_name = split_spec(spec)
     with _importable(path.resolve().parent):
-        module = _import_file(path.resolve(), shown=path_text)
-        function = _find_function(module, function_name, shown=path_text)
+        module = _import_file(path)
+        function = _find_function(module, function_name, str(path))
         _check_call(function, spec, asked)
         try:
             returned = function(**asked)
@@ -88,7 +92,7 @@ def _from_file(spec: str, asked: dict[str, Any]) -> Workload:
 
 @contextmanager
 def _importable(folder: Path) -> Iterator[None]:
-    """Let the user's file import its neighbours, as it could when run as a script."""
+    """Let the user's file import files of its folder, as if it were run as a script."""
     sys.path.insert(0, str(folder))
     try:
         yield
@@ -97,12 +101,12 @@ def _importable(folder: Path) -> Iterator[None]:
             sys.path.remove(str(folder))
 
 
-def _import_file(path: Path, *, shown: str) -> ModuleType:
-    # A name of its own for each path: two files called train.py must not replace one another.
-    digest = hashlib.sha256(str(path).encode()).hexdigest()[:12]
+def _import_file(path: Path) -> ModuleType:
+    # The name depends on the whole path: two files called train.py must not replace each other.
+    digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]
     name = f"rekindle_user_{path.stem}_{digest}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None  # a .py file always has a spec, and that a loader
+    spec = importlib.util.spec_from_file_location(name, path.resolve())
+    assert spec is not None  # a .py file always has a spec with a loader
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look the module up while it runs
@@ -110,11 +114,11 @@ def _import_file(path: Path, *, shown: str) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        raise ModelError(f"{shown} cannot be imported: {type(error).__name__}: {error}") from error
+        raise ModelError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
     return module
 
 
-def _find_function(module: ModuleType, name: str, *, shown: str) -> Callable[..., Any]:
+def _find_function(module: ModuleType, name: str, path: str) -> Callable[..., Any]:
     function = getattr(module, name, None)
     if callable(function):
         return function
@@ -124,12 +128,12 @@ def _find_function(module: ModuleType, name: str, *, shown: str) -> Callable[...
         if inspect.isfunction(value) and value.__module__ == module.__name__
     ]
     if not own:
-        raise ModelError(f"{shown} has no function {name!r}, nor any other")
-    raise ModelError(f"{shown} has no function {name!r}{did_you_mean(name, own)}")
+        raise ModelError(f"{path} has no function {name!r}, nor any other")
+    raise ModelError(f"{path} has no function {name!r}{did_you_mean(name, own)}")
 
 
 def _check_call(function: Callable[..., Any], spec: str, asked: dict[str, Any]) -> None:
-    """Say in the user's terms what a TypeError from the call would say in Python's."""
+    """Raise a readable error where the call would raise a TypeError."""
     parameters = inspect.signature(function).parameters.values()
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     by_keyword = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}

@@ -1,4 +1,4 @@
-"""What a model of the zoo is made of, and the training step that all of them share."""
+"""The parts of a model of the zoo, and the training step that all of them share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from rekindle.errors import ModelError
 
-TrainStep = Callable[[nn.Module, Optimizer, Any], Any]
+StepFunction = Callable[[nn.Module, Optimizer, Any], Any]
 LossFn = Callable[[nn.Module, Any], Tensor]
 
 PRECISIONS = ("fp32", "bf16")
@@ -23,14 +23,14 @@ PRECISIONS = ("fp32", "bf16")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Workload:
-    """A training step and what it works on, with the settings it was made under.
+    """A training step with its model, optimizer and batch, and the settings it was made with.
 
-    ``train_step(model, optimizer, batch)`` is one whole iteration. ``batch_size`` is None where a
+    ``train_step(model, optimizer, batch)`` is one whole iteration. ``batch_size`` is None if a
     user's own batch does not show it. Compared by identity: tensors have no single truth value.
     """
 
     name: str
-    train_step: TrainStep
+    train_step: StepFunction
     model: nn.Module
     optimizer: Optimizer
     batch: Any
@@ -39,8 +39,8 @@ class Workload:
     device: str
 
 
-class Parts(NamedTuple):
-    """What a builder returns: all of a model that device and precision do not change."""
+class ModelParts(NamedTuple):
+    """The result of a builder: the parts that do not depend on device and precision."""
 
     model: nn.Module
     batch: Any
@@ -49,12 +49,12 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """One row of the zoo. ``needs`` names the package that must be installed, if any."""
+    """One model of the zoo. ``needs`` is the package that must be installed, if any."""
 
     name: str
     summary: str
     default_batch: int
-    build_fn: Callable[..., Parts]
+    build_fn: Callable[..., ModelParts]
     needs: str | None = None
 
     @property
@@ -68,10 +68,9 @@ class ModelSpec:
 
 
 def require(module: str) -> ModuleType:
-    """Import an optional dependency, or say how to install it.
+    """Import an optional dependency, or raise an error that says how to install it.
 
-    Called only inside the builders, so that listing the zoo or building a small model needs
-    nothing but torch.
+    Called only inside builders: listing the zoo or building a small model needs only torch.
     """
     try:
         return importlib.import_module(module)
@@ -82,11 +81,10 @@ def require(module: str) -> ModuleType:
         ) from error
 
 
-def make_train_step(loss_fn: LossFn, *, precision: str, device_type: str) -> TrainStep:
+def make_train_step(loss_fn: LossFn, *, precision: str, device_type: str) -> StepFunction:
     """The plain training step around ``loss_fn``, as a user would write it by hand.
 
-    Two functions rather than one with a switch: what is captured then holds no trace of autocast
-    at fp32.
+    Two functions rather than one with a switch, so that no autocast is captured at fp32.
     """
 
     def train_step(model: nn.Module, optimizer: Optimizer, batch: Any) -> Tensor:
@@ -114,11 +112,11 @@ def check_precision(precision: str) -> None:
 
 def check_batch(batch: int) -> None:
     if not isinstance(batch, int) or isinstance(batch, bool) or batch < 1:
-        raise ModelError(f"a batch is a whole number from 1 up, not {batch!r}")
+        raise ModelError(f"a batch size is a whole number of at least 1, not {batch!r}")
 
 
 def check_device(device: str | torch.device) -> torch.device:
-    """The device as torch knows it, once it is sure that tensors can live there."""
+    """The device as a `torch.device`; raises unless tensors can be allocated there."""
     try:
         parsed = torch.device(device)
     except RuntimeError:

@@ -1,1 +1,1 @@
-"""What is known about a step, made to be read: computes nothing, and knows nothing of torch."""
+"""Reports on a step: terminal, page, figures and JSON. Without torch."""

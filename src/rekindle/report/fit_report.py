@@ -1,4 +1,4 @@
-"""The largest batches that a budget holds, for people and as JSON."""
+"""The largest batches that a budget holds, on the terminal and as JSON."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from rich.text import Text
 from rekindle.core.cost.batch_search import MOST, Fit, LargestBatch
 from rekindle.core.cost.devices import find_device
 from rekindle.errors import ProfileError
-from rekindle.report.pieces import indented, new_table
+from rekindle.report.tables import add_numbers, indented, new_table
 from rekindle.report.words import percent
 from rekindle.units import format_budget, format_bytes, format_us
 
-_ROOM = "what tensors take: the allocator needs up to 6% more, for plain steps 13%"
+_ALLOCATOR_NOTE = "without fragmentation: the allocator needs up to 6% more, plain steps 13%"
 
 
 def fit_summary(title: str, found: LargestBatch) -> RenderableType:
     """The batches, with peak and speed of each."""
     table = new_table()
     table.add_column(no_wrap=True)
-    for name in ("batch", "peak", "step", "samples/s", "of plain's"):
-        table.add_column(name, justify="right", no_wrap=True)
-    plain = found.plain
-    for label, fit in _rows(found):
+    add_numbers(table, "batch", "peak", "step", "samples/s", "of plain's")
+    plain, rows = found.plain, [("plain", found.plain), ("planned", found.planned)]
+    if found.at_least is not None:
+        rows.append((f"planned, ≥ {percent(found.at_least)}", found.quick))
+    for label, fit in rows:
         if fit is None:
             table.add_row(label, "none fits")
             continue
@@ -34,12 +35,12 @@ def fit_summary(title: str, found: LargestBatch) -> RenderableType:
     budget = f"within {format_bytes(found.budget_bytes)}, on {found.device}"
     notes = [Text(f"forecast, {found.method}", style="dim")]
     if found.planned is not None and found.planned.batch >= MOST:
-        notes.append(Text(f"no batch of more than {MOST:,} is looked for", style="yellow"))
+        notes.append(Text(f"batches of more than {MOST:,} are not tried", style="yellow"))
     if found.least_bytes is not None:
         least = format_budget(found.least_bytes)
         notes.append(Text(f"a budget of {least} would hold one sample", style="yellow"))
     if found.device != "cpu":
-        notes.append(Text(_ROOM, style="dim"))
+        notes.append(Text(_ALLOCATOR_NOTE, style="dim"))
     if (memory_bytes := _memory_bytes(found.device)) and found.budget_bytes > memory_bytes:
         notes.append(Text(f"{found.device} has {format_bytes(memory_bytes)}", style="yellow"))
     return Group(
@@ -48,7 +49,7 @@ def fit_summary(title: str, found: LargestBatch) -> RenderableType:
 
 
 def _memory_bytes(device: str) -> int | None:
-    """What a GPU has; None where that is not known, or there is no GPU."""
+    """The memory of a GPU; None if it is not known, or the device is no GPU."""
     try:
         return find_device(device).memory_bytes
     except ProfileError:
@@ -56,32 +57,30 @@ def _memory_bytes(device: str) -> int | None:
 
 
 def fit_data(found: LargestBatch) -> dict[str, Any]:
-    """The same as data."""
+    """The largest batches as data."""
     return {
         "budget_bytes": found.budget_bytes,
         "device": found.device,
         "method": found.method,
         "at_least": found.at_least,
         "least_bytes": found.least_bytes,
-        **{name: _fit_data(fit) for name, fit in zip(_NAMES, _fits(found), strict=True)},
+        "plain": _fit_data(found.plain),
+        "planned": _fit_data(found.planned),
+        "quick": _fit_data(found.quick),
     }
 
 
-_NAMES = ("plain", "planned", "quick")
-
-
-def _fits(found: LargestBatch) -> tuple[Fit | None, Fit | None, Fit | None]:
-    return found.plain, found.planned, found.quick
-
-
-def _rows(found: LargestBatch) -> list[tuple[str, Fit | None]]:
-    rows = [("plain", found.plain), ("planned", found.planned)]
-    if found.at_least is not None:
-        rows.append((f"planned, ≥ {percent(found.at_least)}", found.quick))
-    return rows
-
-
 def _fit_data(fit: Fit | None) -> dict[str, Any] | None:
-    if fit is None:
-        return None
-    return {**fit._asdict(), "samples_per_s": fit.samples_per_s}
+    return None if fit is None else {**fit._asdict(), "samples_per_s": fit.samples_per_s}
+
+
+def check_in_words(checked: dict[str, Any]) -> str:
+    """A batch that was run: whether it fits, and why."""
+    verdict = "fits" if checked["fits"] else "does not fit"
+    if checked["peak_bytes"] is not None:
+        reason = f"its peak is {format_bytes(checked['peak_bytes'])}"
+    elif checked["least_peak_bytes"] is not None:
+        reason = f"the least peak found is {format_bytes(checked['least_peak_bytes'])}"
+    else:
+        reason = "it ran out of memory"
+    return f"a batch of {checked['batch']:,} {verdict}: {reason}"

@@ -1,101 +1,88 @@
-"""One self-contained page about a profiled step: everything is inside, nothing is fetched."""
+"""One self-contained page about a step: everything is inside, nothing is fetched."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from rekindle.core.cost.profile import Profile
-from rekindle.core.graph.graph import StepGraph
-from rekindle.core.graph.simulate import Trace
+from rekindle.core.graph.schedule import Plan
 from rekindle.core.memory.layout import Layout
 from rekindle.errors import ReportError
-from rekindle.report.arena_map import map_data, map_words
 from rekindle.report.page_data import page_data
-from rekindle.report.palette import PHASES, colour
-from rekindle.report.summary import Part, Summary, Work, summarize
+from rekindle.report.palette import MEANINGS, PHASES, colour
+from rekindle.report.summary import Dropped, PeakPart, Summary
 from rekindle.report.words import (
+    bound_in_words,
+    budget_in_words,
+    fine_percent,
     how_timed,
-    meaning,
     peak_in_words,
     peak_place,
     percent,
+    plan_in_words,
     step_in_words,
 )
 from rekindle.units import format_bytes, format_count, format_us
 
 _MOST_GROUPS = 8
 _SCRIPTS = ("page.js", "map.js", "start.js")
+_RECOMPUTED = "#b2182b"
 
 
-def write_html(
-    path: Path,
-    graph: StepGraph,
-    profile: Profile,
-    trace: Trace,
-    about: Mapping[str, Any] | None = None,
-    *,
-    layout: Layout | None = None,
-) -> None:
-    """Write the page; it opens in any browser, without a network.
+def write_html(path: Path, summary: Summary, *, layout: Layout | None = None) -> None:
+    """Write the page of a profile or a plan; it opens in any browser, without a network.
 
-    With the layout of the step, the page has a map of where everything lies.
+    With the layout of the step, the page has a map of the arena.
     """
-    summary = summarize(graph, profile, trace, about)
-    data = page_data(graph, profile, trace, summary)
-    content = page_content(graph, profile, summary)
-    add_map(content, data, graph, trace, layout)
-    write_page(path, content, data)
-
-
-def add_map(
-    content: dict[str, str],
-    data: dict[str, Any],
-    graph: StepGraph,
-    trace: Trace,
-    layout: Layout | None,
-) -> None:
-    """Give the page its map of the arena, if there is a layout with anything in it."""
-    if layout is not None and len(layout.storage):
-        content["map"] = _filled(asset("map.html"), map_words(layout))
-        data["map"] = map_data(graph, trace, layout)
-
-
-def page_content(graph: StepGraph, profile: Profile, summary: Summary) -> dict[str, str]:
-    """What stands in the page's places, by their names."""
-    return {
-        "kind": "profile",
-        "title": escape(summary.title),
-        "words": escape(peak_in_words(summary)),
-        "cards": cards(_facts(summary)),
-        "method": escape(_method(summary)),
-        "timeline_note": "",
-        "map": "",
-        "plan": "",
-        "parts": _part_rows(summary),
-        "place": escape(f"at {peak_place(summary)}"),
-        "phases": _phase_rows(summary.phases),
-        "time": escape(_time(summary)),
-        "activation_groups": _activation_groups(summary),
-        "footer": escape(_footer(graph, profile)),
-    }
-
-
-def write_page(path: Path, content: Mapping[str, str], data: Mapping[str, Any]) -> None:
-    """Write a page from what stands in its places and what its script draws."""
+    if layout is not None and not len(layout.storage):
+        layout = None
+    data = page_data(summary, layout)
     filled = {
-        **content,
-        "style": asset("page.css"),
+        **_content(summary),
+        "map": "" if layout is None else _filled(_asset("map.html"), map_words(layout)),
+        "style": _asset("page.css"),
         "n_bars": str(len(data["activations"])),
         "plotly": _plotly_js(),
         "data": _embedded(data),
-        "script": "".join(asset(name) for name in _SCRIPTS),
+        "script": "".join(_asset(name) for name in _SCRIPTS),
     }
-    path.write_text(_filled(asset("page.html"), filled), encoding="utf-8")
+    path.write_text(_filled(_asset("page.html"), filled), encoding="utf-8")
+
+
+def _content(summary: Summary) -> dict[str, str]:
+    """The texts of the page, by the names of their places in the template."""
+    plan, method = summary.plan, f" ({summary.method})" if summary.method else ""
+    content = {
+        "title": escape(summary.title),
+        "method": escape(f"Times are {how_timed(summary)}{method}."),
+        "parts": _part_rows(summary),
+        "place": escape(f"at {peak_place(summary)}"),
+        "activation_groups": _activation_groups(summary),
+        "footer": escape(_footer(summary)),
+    }
+    if plan is None:
+        return content | {
+            "kind": "profile",
+            "words": escape(peak_in_words(summary)),
+            "cards": _cards(_profile_facts(summary)),
+            "timeline_note": "",
+            "plan": "",
+            "phases": _phase_rows(summary),
+            "time": escape(_time(summary)),
+        }
+    return content | {
+        "kind": "plan",
+        "words": escape(_plan_words(summary)),
+        "cards": _cards(_plan_facts(summary, plan)),
+        "timeline_note": _asset("plan_note.html"),
+        "plan": _plan_section(summary),
+        "phases": _phase_rows(summary) + _recomputed_row(summary),
+        "time": escape(step_in_words(summary)),
+    }
 
 
 def _plotly_js() -> str:
@@ -108,13 +95,13 @@ def _plotly_js() -> str:
     return str(get_plotlyjs())
 
 
-def asset(name: str) -> str:
-    """The text of a file that comes with the package."""
+def _asset(name: str) -> str:
+    """The text of a file of the package."""
     return (resources.files("rekindle.report") / "assets" / name).read_text(encoding="utf-8")
 
 
 def _filled(template: str, content: Mapping[str, str]) -> str:
-    """The template with each ``{{name}}`` replaced, once: what is put in is not looked through."""
+    """The template with each ``{{name}}`` replaced; inserted texts are not searched again."""
     head, *rest = template.split("{{")
     pieces = [head]
     for piece in rest:
@@ -124,17 +111,16 @@ def _filled(template: str, content: Mapping[str, str]) -> str:
 
 
 def _embedded(data: Mapping[str, Any]) -> str:
-    """JSON that may stand inside a script element, whatever the names in it."""
+    """JSON that is safe inside a script element."""
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def cards(facts: Iterable[tuple[str, str]]) -> str:
-    """Names and numbers, each on a card of its own."""
+def _cards(facts: Iterable[tuple[str, str]]) -> str:
     return "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in facts)
 
 
-def _facts(summary: Summary) -> list[tuple[str, str]]:
+def _profile_facts(summary: Summary) -> list[tuple[str, str]]:
     ratio = summary.backward_ratio
     facts = [
         ("peak memory", format_bytes(summary.peak.nbytes)),
@@ -148,16 +134,33 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
     return facts
 
 
-def _method(summary: Summary) -> str:
-    note = f" ({summary.method})" if summary.method else ""
-    return f"Times are {how_timed(summary)}{note}."
+def _plan_facts(summary: Summary, plan: Plan) -> list[tuple[str, str]]:
+    dropped, bound = summary.dropped, summary.bound_share
+    facts = [
+        ("budget", format_bytes(plan.budget_bytes)),
+        ("peak memory", format_bytes(summary.peak.nbytes)),
+        ("of plain", percent(summary.peak_share)),
+        ("time of a step", format_us(summary.step_us)),
+        ("added time", fine_percent(summary.added_share)),
+        ("dropped", f"{dropped.dropped:,} of {dropped.activations:,}"),
+        ("planner", plan.planner),
+    ]
+    if bound is not None:
+        facts.insert(5, ("least possible", fine_percent(max(bound, 0.0))))
+    return facts
+
+
+def _plan_words(summary: Summary) -> str:
+    bound = bound_in_words(summary)
+    words = f"The budget is {budget_in_words(summary)}. {plan_in_words(summary)}"
+    return words if bound is None else f"{words} That is {bound}."
 
 
 def _part_rows(summary: Summary) -> str:
     return "".join(
-        bar_row(
+        _bar_row(
             f'<i style="background:{colour(part.label)}"></i>{escape(part.label)}'
-            f"<small>{escape(meaning(part.label))}</small>",
+            f"<small>{escape(MEANINGS[part.label])}</small>",
             format_bytes(part.nbytes),
             part.share,
             colour(part.label),
@@ -166,17 +169,24 @@ def _part_rows(summary: Summary) -> str:
     )
 
 
-def _phase_rows(phases: Iterable[Work]) -> str:
+def _phase_rows(summary: Summary) -> str:
+    whole = summary.step_us or 1.0
     return "".join(
-        bar_row(
+        _bar_row(
             f"{escape(row.label)}<small>{row.ops:,} ops, {format_count(row.flops)} FLOPs, "
             f"{format_bytes(row.moved_bytes)} moved</small>",
             format_us(row.time_us),
-            row.share,
+            row.time_us / whole,
             PHASES[row.label],
         )
-        for row in phases
+        for row in summary.phases
     )
+
+
+def _recomputed_row(summary: Summary) -> str:
+    label = f"computed again<small>{summary.recomputed_ops:,} ops, in the backward pass</small>"
+    time_us = summary.trace.recompute_us
+    return _bar_row(label, format_us(time_us), time_us / (summary.step_us or 1.0), _RECOMPUTED)
 
 
 def _time(summary: Summary) -> str:
@@ -192,47 +202,78 @@ def _time(summary: Summary) -> str:
 def _activation_groups(summary: Summary) -> str:
     if not summary.peak.activation_kinds:
         return ""
-    return (
-        '<section class="columns"><div><h2>Activations at the peak, by operator</h2>'
-        f'<table class="bars">{_group_rows(summary.peak.activation_kinds)}</table>'
-        '<p class="caption">The operators whose results are kept for the backward pass.</p></div>'
-        "<div><h2>Activations at the peak, by module</h2>"
-        f'<table class="bars">{_group_rows(summary.peak.activation_modules)}</table>'
-        '<p class="caption">The modules that made them. A * stands for any number, so that the '
-        "same module of repeated blocks is one row.</p></div></section>"
+    return _two_tables(
+        ("Activations at the peak, by operator", _activation_rows(summary.peak.activation_kinds)),
+        "The operators whose results are kept for the backward pass.",
+        ("Activations at the peak, by module", _activation_rows(summary.peak.activation_modules)),
+        "The modules that made them. A * stands for any number, so that the "
+        "same module of repeated blocks is one row.",
     )
 
 
-def _group_rows(parts: tuple[Part, ...]) -> str:
-    rest = parts[_MOST_GROUPS:]
-    rows = [
-        bar_row(
-            f"{breakable(part.label)}<small>{tensors(part.count)}</small>",
-            format_bytes(part.nbytes),
-            part.share,
-            colour("activation"),
+def _plan_section(summary: Summary) -> str:
+    groups = ""
+    if summary.dropped_kinds:
+        groups = _two_tables(
+            ("What is dropped, by operator", _dropped_rows(summary.dropped_kinds)),
+            "The bytes that are not held between forward and backward pass, and "
+            "the share of all that is dropped.",
+            ("What is dropped, by module", _dropped_rows(summary.dropped_modules)),
+            "A * stands for any number, so that the same module of repeated blocks is one row.",
         )
-        for part in parts[:_MOST_GROUPS]
-    ]
-    if rest:
-        nbytes, share = sum(p.nbytes for p in rest), sum(p.share for p in rest)
-        label = f"{len(rest)} more<small>{tensors(sum(p.count for p in rest))}</small>"
-        rows.append(bar_row(label, format_bytes(nbytes), share, colour("library workspace")))
-    return "".join(rows)
+    return groups + _asset("decisions.html")
 
 
-def breakable(path: str) -> str:
-    """A long name that a narrow screen breaks after a dot or an underscore."""
+def _two_tables(
+    left: tuple[str, str], left_note: str, right: tuple[str, str], right_note: str
+) -> str:
+    """Two tables of bars side by side; each is its title and its rows."""
+    columns = "".join(
+        f'<div><h2>{title}</h2><table class="bars">{rows}</table>'
+        f'<p class="caption">{note}</p></div>'
+        for (title, rows), note in ((left, left_note), (right, right_note))
+    )
+    return f'<section class="columns">{columns}</section>'
+
+
+def _activation_rows(parts: Sequence[PeakPart]) -> str:
+    def row(label: str, members: Sequence[PeakPart], fill: str) -> str:
+        nbytes, share = sum(p.nbytes for p in members), sum(p.share for p in members)
+        text = f"{label}<small>{_tensors(sum(p.count for p in members))}</small>"
+        return _bar_row(text, format_bytes(nbytes), share, fill)
+
+    rows = [row(_breakable(p.label), [p], colour("activation")) for p in parts[:_MOST_GROUPS]]
+    rest = parts[_MOST_GROUPS:]
+    more = row(f"{len(rest)} more", rest, colour("library workspace")) if rest else ""
+    return "".join(rows) + more
+
+
+def _dropped_rows(groups: Sequence[Dropped]) -> str:
+    total = sum(group.freed_bytes for group in groups) or 1
+
+    def row(label: str, members: Sequence[Dropped]) -> str:
+        dropped, freed = sum(g.dropped for g in members), sum(g.freed_bytes for g in members)
+        count, added = sum(g.activations for g in members), sum(g.added_us for g in members)
+        note = f"{dropped:,} of {_tensors(count)}, {format_us(added)} to compute again"
+        text = f"{label}<small>{note}</small>"
+        return _bar_row(text, format_bytes(freed), freed / total, colour("activation"))
+
+    rest = groups[_MOST_GROUPS:]
+    rows = [row(_breakable(group.label), [group]) for group in groups[:_MOST_GROUPS]]
+    return "".join(rows) + (row(f"{len(rest)} more", rest) if rest else "")
+
+
+def _breakable(path: str) -> str:
+    """A long name that may break after a dot or an underscore."""
     return escape(path).replace(".", ".<wbr>").replace("_", "_<wbr>")
 
 
-def tensors(count: int) -> str:
-    """So many tensors."""
+def _tensors(count: int) -> str:
     return "1 tensor" if count == 1 else f"{count:,} tensors"
 
 
-def bar_row(label: str, number: str, share: float, fill: str) -> str:
-    """A line of a table of bars; the label is markup."""
+def _bar_row(label: str, number: str, share: float, fill: str) -> str:
+    """A row of a table of bars; `label` is HTML."""
     width = f"{min(share, 1.0) * 100:.2f}%"
     return (
         f'<tr><td class="label">{label}</td><td class="number">{escape(number)}</td>'
@@ -241,6 +282,30 @@ def bar_row(label: str, number: str, share: float, fill: str) -> str:
     )
 
 
-def _footer(graph: StepGraph, profile: Profile) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in profile.versions.items())
-    return f"Made by Rekindle. Graph {graph.fingerprint}" + (f"; {versions}." if versions else ".")
+def _footer(summary: Summary) -> str:
+    versions = ", ".join(f"{name} {each}" for name, each in summary.profile.versions.items())
+    made = f"Made by Rekindle. Graph {summary.graph.fingerprint}"
+    return made + (f"; {versions}." if versions else ".")
+
+
+def map_words(layout: Layout) -> dict[str, str]:
+    """The texts around the map: the arena's size, and how far it is from the lower bound."""
+    arena, bound, count = layout.arena_bytes, layout.lower_bound_bytes, len(layout.storage)
+    if arena == bound:
+        close = "exactly the most bytes that are live at once (the dotted line): none is smaller"
+    else:
+        close = (
+            f"{fine_percent(layout.ratio - 1)} above the most bytes that are live at once (the "
+            f"dotted line, {format_bytes(bound)}), and no arena is smaller than those"
+        )
+    pieces = "1 piece" if count == 1 else f"{count:,} pieces"
+    words = (
+        f"Everything that the step makes, {pieces} of memory, can lie in one block, the arena, at "
+        "addresses that are known before the step runs. The arena takes "
+        f"{format_bytes(arena)}: {close}."
+    )
+    again = (
+        " What is computed again is hatched; point at it, and a dashed frame shows where it was "
+        "before."
+    )
+    return {"words": escape(words), "again": escape(again) if (layout.copy > 0).any() else ""}

@@ -1,4 +1,4 @@
-"""Names made short enough to read: of modules, operators and source lines."""
+"""Short forms of the names of modules, operators and source lines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 def pattern_of(module: str) -> str:
-    """A module's path with its numbers taken out, so that repeated blocks fall together.
+    """A module's path with * for its numbers, so that repeated blocks have the same one.
 
     >>> pattern_of("encoder.layer.11.output.dense"), pattern_of("conv1")
     ('encoder.layer.*.output.dense', 'conv1')
@@ -20,7 +20,7 @@ def pattern_of(module: str) -> str:
 
 
 def source_line(source: Source, parts: int = 2) -> str:
-    """The file's last folders and the line, or nothing where that is not known.
+    """The last parts of the file's path and the line; "" if unknown.
 
     >>> source_line(Source("conv1", "/home/me/torchvision/models/resnet.py", 268))
     'models/resnet.py:268'
@@ -33,7 +33,7 @@ def source_line(source: Source, parts: int = 2) -> str:
 
 
 def shorten(text: str, width: int) -> str:
-    """The text in at most so many characters: the end tells most, so it keeps most.
+    """The text in at most `width` characters, cut in its first half: the end says most.
 
     >>> shorten("encoder.layer.11.attention.output.dense", 24)
     'encoder…ion.output.dense'
@@ -48,9 +48,9 @@ def shorten(text: str, width: int) -> str:
 
 
 def shorten_path(path: str, width: int) -> str:
-    """A module's path in at most so many characters, its numbers and its end kept.
+    """A module's path in at most `width` characters; its numbers and its end are kept.
 
-    Components give up all but their first letter, from the second on, before anything is cut.
+    Components are reduced to their first letter, from the second on, before anything is cut.
 
     >>> shorten_path("bert.encoder.layer.11.attention.output.dense", 30)
     'bert.e.l.11.a.output.dense'

@@ -1,7 +1,7 @@
 """The colours and the order of roles and phases: the same on the page and in the figures.
 
-The hues are those of Okabe and Ito, which people with any kind of colour vision can tell apart; the
-order puts what stays throughout at the bottom and keeps neighbours unlike each other.
+The hues are those of Okabe and Ito, which are distinct for all kinds of colour vision. The order
+puts memory that lasts the whole step at the bottom, and unlike colours next to each other.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from rekindle.core.graph.graph import Phase, Role
 
 LIBRARIES = "library workspace"
-"""What libraries hold throughout: no storage of the graph, so not a role of its own."""
+"""Memory that libraries keep allocated: no storage of the graph, so it has no role."""
 
 _COLOURS = {  # from the bottom of the stack to its top
     Role.PARAM.value: "#0072b2",
@@ -39,16 +39,16 @@ PHASE_BANDS = {  # backgrounds, pale
 }
 
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#332288", "#55606d")
-"""Colours of lines that stand beside each other."""
+"""Colours of lines in one figure."""
 MARKERS = "osD^vPX*"
-"""A mark for each, so that colour is not all that tells them apart."""
+"""A marker for each, so that lines differ by more than colour."""
 
 MEANINGS = {
     Role.PARAM.value: "the model's weights",
-    Role.OPT_STATE.value: "what the optimizer remembers of each weight, such as momentum",
-    Role.BUFFER.value: "what modules keep beside weights, such as running means",
+    Role.OPT_STATE.value: "what the optimizer keeps for each weight, such as momentum",
+    Role.BUFFER.value: "what modules keep besides weights, such as running means",
     Role.INPUT.value: "the batch",
-    LIBRARIES: "what CUDA libraries hold on to throughout",
+    LIBRARIES: "what CUDA libraries keep allocated",
     Role.ACTIVATION.value: "made in the forward pass and kept for the backward pass",
     Role.GRAD.value: "gradients of the weights, until the optimizer has used them",
     Role.GRAD_MAP.value: "gradients of activations, on their way back through the model",

@@ -1,4 +1,4 @@
-"""The figure of the schemes: feature maps as a model grows, and what that costs or really takes."""
+"""The figure of the schemes: feature maps as a model grows, and the added time or measured peak."""
 
 from __future__ import annotations
 
@@ -6,11 +6,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rekindle.report.figures import DPI, GREY, GRID, INK, new_figure
+from rekindle.report.figures import DPI, GREY, GRID, INK, annotate, hide_frame, new_figure
 from rekindle.report.palette import MARKERS, SERIES
-from rekindle.report.schemes_report import ABSENT, growth_in_words, schemes_title
+from rekindle.report.schemes_report import (
+    SCHEMES,
+    Scheme,
+    SizeResult,
+    Study,
+    growth_in_words,
+    schemes_title,
+)
+from rekindle.report.tables import ABSENT
 from rekindle.report.words import percent
-from rekindle.studies.schemes import SCHEMES, Scheme, SizeResult, Study
 from rekindle.units import format_bytes
 
 SCHEMES_INCHES = (10.5, 5.4)
@@ -25,7 +32,7 @@ Number = Callable[[Scheme, SizeResult], float | None]
 
 
 def write_schemes_png(path: Path, study: Study) -> None:
-    """Write bytes of feature maps by scheme; beside them bytes measured, or the time added."""
+    """Write the bytes of feature maps by scheme, next to the measured peaks or the added time."""
     figure = new_figure(schemes_title(study), SCHEMES_INCHES)
     wide, narrow = figure.subplots(1, 2, width_ratios=[1.75, 1])
     is_run = any(result.measured for result in study.results)
@@ -33,32 +40,22 @@ def write_schemes_png(path: Path, study: Study) -> None:
     aside = "All that a step takes, measured" if is_run else "Time added to the plain step"
     narrow.set_title(aside, loc="left", fontsize=11, color=INK)
     draw = _draw_lines if len(study.results) > 1 else _draw_bars
-    draw(wide, study, _feature_bytes, format_bytes, is_named=True)
+
+    def added(scheme: Scheme, result: SizeResult) -> float | None:
+        return result.added_share(scheme) if scheme.planner else None
+
+    draw(wide, study, lambda s, r: r.feature_bytes(s) or None, format_bytes, is_named=True)
     if is_run:
-        draw(narrow, study, _measured_bytes, format_bytes, is_named=False)
+        draw(narrow, study, lambda s, r: r.measured_bytes(s), format_bytes, is_named=False)
     else:
-        draw(narrow, study, _added_share, percent, is_named=False)
+        draw(narrow, study, added, percent, is_named=False)
     figure.savefig(path, dpi=DPI, format="png", pil_kwargs={"optimize": True})
-
-
-def _feature_bytes(scheme: Scheme, result: SizeResult) -> float | None:
-    return result.estimates[scheme.name].feature_bytes or None
-
-
-def _measured_bytes(scheme: Scheme, result: SizeResult) -> float | None:
-    taken = result.measured.get(scheme.name)
-    return taken.peak_bytes if taken else None
-
-
-def _added_share(scheme: Scheme, result: SizeResult) -> float | None:
-    added = result.estimates[scheme.name].added_us / (result.step_us or 1.0)
-    return added if scheme.planner else None
 
 
 def _draw_lines(
     axes: Any, study: Study, number: Number, write: Callable[[Any], str], *, is_named: bool
 ) -> None:
-    """A line a scheme over all sizes, with its name, or its last number only, at its end."""
+    """One line per scheme over all sizes; at its end the name, or only the last number."""
     growths = study.growths if is_named else {}
     ends: list[tuple[float, float, str, str]] = []
     for index, scheme in enumerate(SCHEMES):
@@ -69,7 +66,9 @@ def _draw_lines(
         xs, ys = zip(*line, strict=True)
         colour = COLOURS[scheme.name]
         style = {"marker": MARKERS[index], "color": colour, "lw": 2.0, "ms": 6}
-        style |= {"ls": "--"} if scheme.name == "in-place-sharing" else {}  # over its like
+        style |= (
+            {"ls": "--"} if scheme.name == "in-place-sharing" else {}
+        )  # mostly covers another line
         axes.plot(xs, ys, zorder=4 + index, clip_on=False, **style)
         text = write(ys[-1])
         if is_named:
@@ -91,7 +90,7 @@ def _draw_lines(
 
 
 def _scale(axes: Any, numbers: Sequence[float], write: Callable[[Any], str]) -> None:
-    """Bytes on a logarithmic axis with round numbers; shares from zero up."""
+    """Set up the axis: logarithmic for bytes, from zero for shares."""
     if write is percent:
         axes.set_ylim(0, max(numbers, default=1.0) * 1.1 or 1.0)
         axes.yaxis.set_major_formatter(lambda share, place: f"{share:.0%}")
@@ -113,33 +112,24 @@ def _round_bytes(nbytes: int) -> str:
 
 
 def _label_ends(axes: Any, ends: Sequence[tuple[float, float, str, str]]) -> None:
-    """Put a text beside each line's end; those too close to one another are moved apart."""
+    """Write a text next to each line's end; texts that would overlap are moved apart."""
     figure = axes.figure
-    figure.canvas.draw()  # so that places on the page are known
+    figure.canvas.draw()  # sets the positions on the page
     points = 72 / figure.dpi
     heights = [axes.transData.transform((x, y))[1] * points for x, y, _, _ in ends]
-    for place, moved in zip(*_apart(heights), strict=True):
+    for place, moved in zip(*spread_apart(heights), strict=True):
         x, y, text, colour = ends[place]
         shift = moved - heights[place]
         leader = {"arrowstyle": "-", "color": colour, "lw": 0.8, "shrinkA": 2, "shrinkB": 5}
-        leader |= {"relpos": (0.0, 0.5)}  # from where the text begins
-        axes.annotate(
-            text,
-            (x, y),
-            xytext=(16, shift),
-            textcoords="offset points",
-            va="center",
-            fontsize=9,
-            color=colour,
-            annotation_clip=False,
-            arrowprops=leader if abs(shift) > 2 else None,
-        )
+        leader |= {"relpos": (0.0, 0.5)}  # the start of the text
+        style = {"color": colour, "arrowprops": leader if abs(shift) > 2 else None}
+        annotate(axes, text, (x, y), (16, shift), va="center", annotation_clip=False, **style)
 
 
-def _apart(heights: Sequence[float]) -> tuple[list[int], list[float]]:
-    """From the lowest up: who it is, and where it goes so that none is too close to the next.
+def spread_apart(heights: Sequence[float]) -> tuple[list[int], list[float]]:
+    """The indices from the lowest up, and heights at which no two are too close.
 
-    >>> _apart([50.0, 20.0, 22.0])
+    >>> spread_apart([50.0, 20.0, 22.0])
     ([1, 2, 0], [14.0, 28.0, 50.0])
     """
     order = sorted(range(len(heights)), key=lambda place: heights[place])
@@ -163,28 +153,18 @@ def _reach(group: Sequence[float], side: int) -> float:
 def _draw_bars(
     axes: Any, study: Study, number: Number, write: Callable[[Any], str], *, is_named: bool
 ) -> None:
-    """A bar a scheme, for a model of one size."""
+    """One bar per scheme, for a model with one size."""
     (result,) = study.results
     for place, scheme in enumerate(SCHEMES):
         value = number(scheme, result)
         if value is not None:
             axes.barh(place, value, color=COLOURS[scheme.name], height=0.72, zorder=3)
         if value is None and write is percent:
-            continue  # nothing is computed again
-        axes.annotate(
-            ABSENT if value is None else write(value),
-            (value or 0.0, place),
-            xytext=(5, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=9,
-            color=GREY if value is None else INK,
-        )
+            continue  # nothing is recomputed
+        text, colour = (ABSENT, GREY) if value is None else (write(value), INK)
+        annotate(axes, text, (value or 0.0, place), (5, 0), va="center", color=colour)
     names = [scheme.label if is_named else "" for scheme in SCHEMES]
     axes.set_yticks(range(len(SCHEMES)), names)
     axes.set_ylim(len(SCHEMES) - 0.5, -0.5)
     axes.set_xlim(0, axes.get_xlim()[1] * 1.15)
-    axes.set_xticks([])
-    axes.tick_params(axis="y", length=0, labelsize=9)
-    for side in axes.spines.values():
-        side.set_visible(False)
+    hide_frame(axes)

@@ -1,6 +1,6 @@
-"""A profiled step shaped into rows: what terminal, page, figures and tables all show.
+"""The numbers that every report shows, as rows: terminal, page, figures and JSON all read these.
 
-Nothing is simulated or planned here: the rows are read off graph, profile and trace, and summed.
+A profile is reported as a plan that drops nothing: one `Summary` describes both.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,18 +16,16 @@ from numpy.typing import NDArray
 from rekindle.core.cost.profile import Profile
 from rekindle.core.cost.roofline import bytes_moved
 from rekindle.core.graph.graph import Op, Phase, Role, StepGraph, Value
-from rekindle.core.graph.liveness import Lifetime
 from rekindle.core.graph.op_names import op_name
-from rekindle.core.graph.simulate import Trace
+from rekindle.core.graph.schedule import Plan
+from rekindle.core.graph.simulate import Trace, simulate
 from rekindle.report.names import pattern_of, source_line
 from rekindle.report.palette import LIBRARIES, ORDER
 
-Ints = NDArray[np.int64]
-
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """So many bytes of the peak, in so many storages, and their share of the whole."""
+class PeakPart:
+    """A part of the peak: its bytes, their share of the peak and the number of storages."""
 
     label: str
     nbytes: int
@@ -37,14 +35,15 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The moment with the most bytes: what they are, and the op that runs."""
+    """The moment with the most live bytes: what they are, and the op that runs."""
 
     nbytes: int
     op: Op | None  # None for a step without ops
     start_us: float
-    parts: tuple[Part, ...]  # by role, and what libraries hold; largest first
-    activation_kinds: tuple[Part, ...]  # the activations, by the operator that made them
-    activation_modules: tuple[Part, ...]  # the activations, by module, repeated blocks together
+    is_recomputing: bool  # True if the op that runs is a recomputation
+    parts: tuple[PeakPart, ...]  # by role, and what libraries allocate; largest first
+    activation_kinds: tuple[PeakPart, ...]  # the activations, by the operator that made them
+    activation_modules: tuple[PeakPart, ...]  # the activations, by module, repeated blocks together
 
     @property
     def activation_share(self) -> float:
@@ -70,98 +69,216 @@ class Work:
 
     @property
     def intensity(self) -> float | None:
-        """FLOPs for each byte moved; None where nothing is counted."""
+        """FLOPs per byte moved; None where either is zero."""
         return self.flops / self.moved_bytes if self.flops and self.moved_bytes else None
 
 
 @dataclass(frozen=True, slots=True)
-class Activation:
-    """One activation: its bytes, and how long they lie idle between forward and backward."""
+class TensorRow:
+    """One tensor: its storage, and the operator, module and source line that made it."""
 
     storage: int
     name: str
     kind: str
     module: str
     source: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Activation(TensorRow):
+    """An activation, and how long it is idle between forward and backward use."""
+
     shape: tuple[int, ...]
     dtype: str
-    nbytes: int
     idle_us: float
     last_forward: int | None
     first_backward: int | None
 
     @property
     def byte_us(self) -> float:
-        """Bytes × idle time: what dropping it, or moving it away, could save."""
+        """Bytes × idle time: what dropping or offloading it could save."""
         return self.nbytes * self.idle_us
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
-    """All rows. `about` says what was profiled: model, batch, precision, where they are known."""
+class DecisionRow(TensorRow):
+    """An activation, whether it is kept or dropped, and why."""
 
+    is_kept: bool
+    freed_bytes: int
+    added_us: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """A group of activations, some of which are dropped."""
+
+    label: str
+    dropped: int
+    activations: int
+    freed_bytes: int
+    added_us: float
+
+
+class PlainStep(NamedTuple):
+    """The step as the user wrote it, which drops nothing."""
+
+    peak: Peak
+    step_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A step under a plan, next to the plain step; a profile has no plan, and is the plain step.
+
+    `graph`, `profile` and `trace` are of the step that is reported; `unplanned` is the trace of the
+    same graph when nothing is dropped. `phases`, `operators`, `activations` and `moved_bytes` are
+    of the plain step. `about` has its model, batch and precision, where they are known.
+    """
+
+    graph: StepGraph
+    profile: Profile
+    trace: Trace
+    unplanned: Trace
     about: Mapping[str, Any]
     device: str
     method: str
     is_measured: bool
     n_ops: int
-    step_us: float
+    plain: PlainStep
     peak: Peak
     phases: tuple[Work, ...]  # in the step's order
     operators: tuple[Work, ...]  # by kind, most time first
     activations: tuple[Activation, ...]  # most bytes × idle time first
-    moved_bytes: Ints  # by op
+    moved_bytes: NDArray[np.int64]  # by op
+    plan: Plan | None = None
+    plan_seconds: float | None = None
+    decisions: tuple[DecisionRow, ...] = ()  # most bytes first
+
+    @property
+    def step_us(self) -> float:
+        """The time of the step, recomputation included."""
+        return self.trace.step_us
 
     @property
     def total(self) -> Work:
-        """The whole step as one row."""
+        """The whole plain step as one row."""
         phases = self.phases
         flops, moved = sum(p.flops for p in phases), sum(p.moved_bytes for p in phases)
-        return Work("all", self.n_ops, self.step_us, 1.0, flops, moved)
+        return Work("all", self.n_ops, self.plain.step_us, 1.0, flops, moved)
 
     @property
     def backward_ratio(self) -> float | None:
-        """FLOPs of the backward pass for each of the forward pass and loss."""
+        """FLOPs of the backward pass, divided by those of the forward pass and the loss."""
         flops = {phase.label: phase.flops for phase in self.phases}
         ahead = flops[Phase.FORWARD.value] + flops[Phase.LOSS.value]
         return flops[Phase.BACKWARD.value] / ahead if ahead else None
 
     @property
     def title(self) -> str:
-        """What was profiled, in a few words: ``resnet152, batch 128, bf16``."""
+        """What is reported, in a few words: ``resnet152, batch 128, bf16``."""
         batch, precision = self.about.get("batch"), self.about.get("precision")
         words = [str(self.about.get("model") or "training step")]
         words += [f"batch {batch}"] if batch is not None else []
         return ", ".join(words + ([str(precision)] if precision else []))
 
+    @property
+    def recomputed_ops(self) -> int:
+        """The number of ops that run again, views not counted."""
+        trace = self.trace
+        return sum(not self.graph.ops[op].is_view for op in trace.ops[trace.copies > 0])
+
+    @property
+    def dropped(self) -> Dropped:
+        """All activations as one group."""
+        return _group("all", self.decisions)
+
+    @property
+    def dropped_kinds(self) -> tuple[Dropped, ...]:
+        """The dropped activations by the operator that made them, most bytes freed first."""
+        return _groups(self.decisions, lambda row: row.kind)
+
+    @property
+    def dropped_modules(self) -> tuple[Dropped, ...]:
+        """The dropped activations by module, repeated blocks together."""
+        return _groups(self.decisions, lambda row: pattern_of(row.module) or "(no module)")
+
+    @property
+    def added_share(self) -> float:
+        """The time that recomputation adds, as a share of the plain step's."""
+        return self.trace.recompute_us / (self.plain.step_us or 1.0)
+
+    @property
+    def bound_share(self) -> float | None:
+        """The lower bound on `added_share`; None where the planner gives none."""
+        if self.plan is None or self.plan.bound_us is None:
+            return None
+        return self.plan.bound_us / (self.plain.step_us or 1.0)
+
+    @property
+    def peak_share(self) -> float:
+        """The peak as a share of the plain step's."""
+        return self.peak.nbytes / max(self.plain.peak.nbytes, 1)
+
 
 def summarize(
-    graph: StepGraph, profile: Profile, trace: Trace, about: Mapping[str, Any] | None = None
+    graph: StepGraph,
+    profile: Profile,
+    trace: Trace,
+    about: Mapping[str, Any] | None = None,
+    *,
+    plan: Plan | None = None,
+    plan_seconds: float | None = None,
+    plain: Trace | None = None,
+    plain_profile: Profile | None = None,
 ) -> Summary:
-    """The rows of a profiled step."""
-    moved = bytes_moved(graph)
-    phases = _group(graph, profile, moved, lambda op: op.phase.value)
-    operators = _group(graph, profile, moved, op_name)
+    """The rows of a step: profiled, or under a plan, which `trace` is then of.
+
+    `plain` is the plain step: `trace` itself without a plan, and by default the same graph without
+    the plan. If it is another graph (the step before it was improved), `plain_profile` has its
+    costs.
+    """
+    if plan is None:
+        plain = unplanned = trace
+    elif plain is None or plain_profile is not None:
+        unplanned = simulate(graph, profile)
+    else:
+        unplanned = plain
+    plain, costs = plain or unplanned, plain_profile or profile
+    moved = bytes_moved(plain.graph)
+    phases = _work(plain.graph, costs, moved, lambda op: op.phase.value)
+    operators = _work(plain.graph, costs, moved, op_name)
     empty = dict.fromkeys(phase.value for phase in Phase)
+    plain_peak = peak_of(plain)
     return Summary(
+        graph=graph,
+        profile=profile,
+        trace=trace,
+        unplanned=unplanned,
         about=dict(about or {}),
-        device=profile.device,
-        method=profile.method,
-        is_measured=any(cost.is_measured for cost in profile.costs),
-        n_ops=len(graph.ops),
-        step_us=trace.step_us,
-        peak=peak_of(graph, trace),
+        device=costs.device,
+        method=costs.method,
+        is_measured=any(cost.is_measured for cost in costs.costs),
+        n_ops=len(plain.graph.ops),
+        plain=PlainStep(plain_peak, plain.step_us),
+        peak=plain_peak if trace is plain else peak_of(trace),
         phases=tuple(phases.get(label, Work(label, 0, 0.0, 0.0, 0, 0)) for label in empty),
         operators=tuple(sorted(operators.values(), key=lambda row: (-row.time_us, row.label))),
-        activations=_activations(graph, trace),
+        activations=activations_of(plain),
         moved_bytes=moved,
+        plan=plan,
+        plan_seconds=plan_seconds,
+        decisions=_decisions(trace, plan) if plan is not None else (),
     )
 
 
-def peak_of(graph: StepGraph, trace: Trace) -> Peak:
-    """The moment with the most bytes, of a plain step or a planned one."""
+def peak_of(trace: Trace) -> Peak:
+    """The moment with the most live bytes, of a plain step or a planned one."""
+    graph = trace.graph
     if not graph.ops:
-        return Peak(trace.peak_bytes, None, 0.0, (), (), ())
+        return Peak(trace.peak_bytes, None, 0.0, False, (), (), ())
     position, total = trace.peak_position, max(trace.peak_bytes, 1)
     alive = trace.alive_at(position)
     counts: dict[str, int] = defaultdict(int)
@@ -170,7 +287,7 @@ def peak_of(graph: StepGraph, trace: Trace) -> Peak:
     sizes = {role.value: nbytes for role, nbytes in trace.peak_by_role().items()}
     sizes[LIBRARIES] = trace.overhead_bytes
     parts = [
-        Part(label, sizes[label], sizes[label] / total, counts[label])
+        PeakPart(label, sizes[label], sizes[label] / total, counts[label])
         for label in ORDER
         if sizes[label]
     ]
@@ -180,28 +297,29 @@ def peak_of(graph: StepGraph, trace: Trace) -> Peak:
         if graph.storages[index].role is Role.ACTIVATION
     }
 
-    def grouped(label_of: Callable[[Op], str]) -> tuple[Part, ...]:
+    def grouped(label_of: Callable[[Op], str]) -> tuple[PeakPart, ...]:
         groups: dict[str, list[int]] = defaultdict(list)
         for index, op in makers.items():
             groups[label_of(op)].append(int(trace.sizes_bytes[index]))
-        return _largest(Part(k, sum(v), sum(v) / total, len(v)) for k, v in groups.items())
+        return _largest(PeakPart(k, sum(v), sum(v) / total, len(v)) for k, v in groups.items())
 
     return Peak(
         nbytes=trace.peak_bytes,
         op=graph.ops[trace.peak_op],
         start_us=float(trace.starts_us[position]),
+        is_recomputing=bool(trace.copies[position]),
         parts=_largest(parts),
         activation_kinds=grouped(op_name),
         activation_modules=grouped(lambda op: pattern_of(op.source.module) or "(no module)"),
     )
 
 
-def _largest(parts: Iterable[Part]) -> tuple[Part, ...]:
+def _largest(parts: Iterable[PeakPart]) -> tuple[PeakPart, ...]:
     return tuple(sorted(parts, key=lambda part: (-part.nbytes, part.label)))
 
 
-def _group(
-    graph: StepGraph, profile: Profile, moved: Ints, label_of: Callable[[Op], str]
+def _work(
+    graph: StepGraph, profile: Profile, moved: NDArray[np.int64], label_of: Callable[[Op], str]
 ) -> dict[str, Work]:
     members: dict[str, list[Op]] = defaultdict(list)
     for op in graph.ops:
@@ -219,33 +337,76 @@ def _group(
 
 
 def first_values(graph: StepGraph) -> dict[int, Value]:
-    """The first value of each storage: what its maker called it."""
+    """The first value of each storage, which has the name that its op gave it."""
     names: dict[int, Value] = {}
     for value in graph.values:
         names.setdefault(value.storage, value)
     return names
 
 
-def _activations(graph: StepGraph, trace: Trace) -> tuple[Activation, ...]:
-    names = first_values(graph)
+def _tensor_row(trace: Trace, names: Mapping[int, Value], storage: int) -> dict[str, Any]:
+    """The fields of a `TensorRow`."""
+    maker = trace.graph.ops[int(trace.liveness.birth[storage])]
+    return {
+        "storage": storage,
+        "name": names[storage].name,
+        "kind": op_name(maker),
+        "module": maker.source.module,
+        "source": source_line(maker.source),
+        "nbytes": int(trace.sizes_bytes[storage]),
+    }
 
-    def row(lifetime: Lifetime) -> Activation:
-        storage = lifetime.storage
-        value = names[storage]
-        maker = graph.ops[lifetime.birth or 0]
-        return Activation(
-            storage=storage,
-            name=value.name,
-            kind=op_name(maker),
-            module=maker.source.module,
-            source=source_line(maker.source),
-            shape=value.shape,
-            dtype=value.dtype,
-            nbytes=int(trace.sizes_bytes[storage]),
+
+def activations_of(trace: Trace) -> tuple[Activation, ...]:
+    """The activations of a plain step, most bytes × idle time first."""
+    names = first_values(trace.graph)
+    rows = [
+        Activation(
+            **_tensor_row(trace, names, lifetime.storage),
+            shape=names[lifetime.storage].shape,
+            dtype=names[lifetime.storage].dtype,
             idle_us=lifetime.inactive_us(trace.starts_us),
             last_forward=lifetime.last_forward_use,
             first_backward=lifetime.first_backward_use,
         )
-
-    rows = [row(lifetime) for lifetime in trace.liveness.activations()]
+        for lifetime in trace.liveness.activations()
+    ]
     return tuple(sorted(rows, key=lambda each: (-each.byte_us, -each.nbytes, each.storage)))
+
+
+def _decisions(trace: Trace, plan: Plan) -> tuple[DecisionRow, ...]:
+    names = first_values(trace.graph)
+    rows = [
+        DecisionRow(
+            **_tensor_row(trace, names, decision.storage),
+            is_kept=decision.is_kept,
+            freed_bytes=decision.freed_bytes,
+            added_us=decision.added_us,
+            reason=decision.reason,
+        )
+        for decision in plan.decisions
+    ]
+    return tuple(sorted(rows, key=lambda row: -row.nbytes))
+
+
+def _groups(
+    decisions: Iterable[DecisionRow], label_of: Callable[[DecisionRow], str]
+) -> tuple[Dropped, ...]:
+    """The groups in which something is dropped."""
+    members: dict[str, list[DecisionRow]] = defaultdict(list)
+    for row in decisions:
+        members[label_of(row)].append(row)
+    groups = [_group(label, rows) for label, rows in members.items()]
+    found = [group for group in groups if group.dropped]
+    return tuple(sorted(found, key=lambda group: (-group.freed_bytes, group.label)))
+
+
+def _group(label: str, rows: Iterable[DecisionRow]) -> Dropped:
+    rows = list(rows)
+    return Dropped(
+        label=label,
+        dropped=sum(not row.is_kept for row in rows),
+        activations=len(rows),
+        freed_bytes=sum(row.freed_bytes for row in rows),
+        added_us=sum(row.added_us for row in rows),
+    )

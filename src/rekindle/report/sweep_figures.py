@@ -1,4 +1,4 @@
-"""The figures of a sweep over batch sizes, drawn from its JSON and from nothing else."""
+"""The figures of a sweep over batch sizes, drawn from its JSON alone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from rekindle.report.figures import DPI, GREY, GRID, INK, byte_unit, new_figure
+from rekindle.report.figures import DPI, GREY, INK, annotate, byte_unit, finish, new_figure
 from rekindle.report.palette import MARKERS, SERIES
 from rekindle.report.sweep_report import (
     CHECKPOINT,
@@ -39,18 +39,19 @@ _JOINED = {
     PLANNED: "Rekindle, by budget",
     COMPILE: "torch.compile, by share of activations kept",
 }
-_GROUP_WIDTH = 0.84  # of the room that a batch size has
-_MOST_FLAT_LABELS = 20  # more bars than that, and their labels stand upright
-_FAR = 2.0  # a cap so many times as high as the bars would squeeze them, and is not shown
-_WIDE = 8.0  # batch sizes that differ by so much stand on a logarithmic axis
-_MOST_NAMES = 7  # side by side in a legend
-_ASIDE = ("forecast", "cap", "does not fit")  # what a legend names last
+_GROUP_WIDTH = 0.84  # of the distance between batch sizes
+_MOST_FLAT_LABELS = 20  # with more bars, labels are upright
+_FAR_ABOVE_RATIO = 2.0  # a cap this many times as high as the bars is not shown
+_LOGARITHMIC_RATIO = 8.0  # from the smallest to the largest batch size
+_MOST_NAMES = 7  # per row of a legend
+_WHITE_BOX = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
+_LAST_NAMES = ("forecast", "cap", "does not fit")  # in a legend
 
 Data = Mapping[str, Any]
 
 
 def write_sweep_pngs(folder: Path, data: Data) -> list[Path]:
-    """Write all figures that a sweep has numbers for; returns where they are."""
+    """Write all figures that a sweep has numbers for; returns their paths."""
     figures: dict[str, Callable[[Data], Any]] = {
         "memory.png": memory_figure,
         "latency.png": latency_figure,
@@ -61,7 +62,7 @@ def write_sweep_pngs(folder: Path, data: Data) -> list[Path]:
     for name, draw in figures.items():
         figure = draw(data)
         if figure is None:
-            (folder / name).unlink(missing_ok=True)  # one of before would tell of other numbers
+            (folder / name).unlink(missing_ok=True)  # an old one would have other numbers
             continue
         figure.savefig(folder / name, dpi=DPI, format="png", pil_kwargs={"optimize": True})
         written.append(folder / name)
@@ -69,7 +70,7 @@ def write_sweep_pngs(folder: Path, data: Data) -> list[Path]:
 
 
 def memory_figure(data: Data) -> Any:
-    """Peak memory against batch size, a bar a way; the cap as a line."""
+    """Peak memory against batch size, one bar per way; the cap as a line."""
     every, batches = _main_series(data), batches_of(data)
     peaks = [peak for series in every for _, peak in series.points("peak_bytes")]
     if not peaks:
@@ -79,18 +80,21 @@ def memory_figure(data: Data) -> Any:
     axes.set_title("Peak memory of a training step", loc="left", fontsize=11, color=INK)
     cap = data["cap_bytes"]
     highest = max(peaks)
-    if cap is not None and (cap < _FAR * highest or any(series.too_large for series in every)):
+    if cap is not None and (
+        cap < _FAR_ABOVE_RATIO * highest or any(series.too_large for series in every)
+    ):
         highest = max(highest, cap)
         style = {"color": INK, "lw": 1.2, "ls": "--", "zorder": 4}
         axes.axhline(cap / byte_unit(int(highest))[0], label=f"cap {format_bytes(cap)}", **style)
     unit, unit_name = byte_unit(int(highest))
     width = _GROUP_WIDTH / len(every)
     upright = len(every) * len(batches) > _MOST_FLAT_LABELS
+    forecasts: list[tuple[float, float, float]] = []  # height, left and right end
     for index, series in enumerate(every):
         shift = (index - (len(every) - 1) / 2) * width
         places = {batch: place + shift for place, batch in enumerate(batches)}
         found = series.points("peak_bytes")
-        bars = found or [(batches[0], 0)]  # without any, the legend would not know the colour
+        bars = found or [(batches[0], 0)]  # the legend needs a bar
         axes.bar(
             [places[batch] for batch, _ in bars],
             [peak / unit for _, peak in bars],
@@ -100,21 +104,29 @@ def memory_figure(data: Data) -> Any:
             zorder=3,
         )
         for batch, peak in found:
-            _write_above(axes, places[batch], peak / unit, _short(peak / unit), upright)
+            style = {"ha": "center", "va": "bottom", "rotation": 90 if upright else 0}
+            style |= {"zorder": 7, "bbox": _WHITE_BOX}
+            annotate(axes, _short(peak / unit), (places[batch], peak / unit), (0, 3), **style)
+            forecast = series.records[batch]["forecast"]
+            if forecast is not None:
+                ends = (places[batch] - width * 0.4, places[batch] + width * 0.4)
+                forecasts.append((forecast["peak_bytes"] / unit, *ends))
         for batch in series.too_large:
             height = (cap or highest) / unit
             _mark_missing(axes, series, batch, places[batch], height, width * 0.92, every)
-    _mark_forecasts(axes, every, batches, width, unit)
+    if forecasts:
+        style = {"color": SERIES[1], "lw": 1.6, "zorder": 5, "label": "forecast"}
+        axes.hlines(*zip(*forecasts, strict=True), **style)
     axes.set_xticks(range(len(batches)), [f"{batch:,}" for batch in batches])
     axes.set_xlim(-0.5, len(batches) - 0.5)
     axes.set_ylim(0, highest / unit * (1.2 if upright else 1.1))
-    _finish(axes, "batch size", f"peak memory, {unit_name}")
+    finish(axes, "batch size", f"peak memory, {unit_name}", "y")
     _add_legend(figure, axes)
     return figure
 
 
 def latency_figure(data: Data) -> Any:
-    """The time of a step against batch size; below it, as a multiple of the plain step's."""
+    """The time of a step against batch size; below, as a multiple of the plain step's."""
     every, batches = _main_series(data), batches_of(data)
     times = [time / 1e3 for series in every for _, time in series.points("step_us")]
     if not times:
@@ -132,10 +144,10 @@ def latency_figure(data: Data) -> Any:
     else:
         above.set_ylim(0, max(times) * 1.1)
     if any(lines.values()):
-        _finish(above, "", "step time, ms")
+        finish(above, "", "step time, ms", "y")
         _draw_ratios(below, every, lines)
     else:
-        _finish(above, "batch size", "step time, ms")
+        finish(above, "batch size", "step time, ms", "y")
     _add_legend(figure, above)
     return figure
 
@@ -145,11 +157,12 @@ def _draw_ratios(
 ) -> None:
     """Times as multiples of the plain step's."""
     for series in every:
-        _plot(axes, series, every, lines[series.label])
+        style = {"color": _colour(series, every), "label": series.label}
+        _plot(axes, series.way, lines[series.label], size=6, **style)
     ratios = [1.0, *(ratio for line in lines.values() for _, ratio in line)]
     room = max(max(ratios) - min(ratios), 0.1)
     axes.set_ylim(min(ratios) - 0.2 * room, max(ratios) + 0.2 * room)
-    _finish(axes, "batch size", "× plain")
+    finish(axes, "batch size", "× plain", "y")
 
 
 def throughput_figure(data: Data) -> Any:
@@ -164,13 +177,13 @@ def throughput_figure(data: Data) -> Any:
     _draw_lines(axes, every, batches, lambda record: record["samples_per_s"])
     axes.set_ylim(0, max(rates) * 1.1)
     axes.yaxis.set_major_formatter(lambda rate, place: f"{rate:,.10g}")
-    _finish(axes, "batch size", "samples a second")
+    finish(axes, "batch size", "samples a second", "y")
     _add_legend(figure, axes)
     return figure
 
 
 def trade_off_figure(data: Data) -> Any:
-    """Time against peak memory, both of the plain step's, at the largest batch that all can do."""
+    """Time against peak memory, relative to the plain step, at the largest batch that all ran."""
     batch = trade_off_batch(data)
     if batch is None:
         return None
@@ -189,13 +202,13 @@ def trade_off_figure(data: Data) -> Any:
     axes.set_ylim(min(ys) - 0.16 * room, max(ys) + 0.16 * room)
     axes.axhline(1.0, color=GREY, lw=0.8, ls=":", zorder=2)
     axes.axvline(100.0, color=GREY, lw=0.8, ls=":", zorder=2)
-    _finish(axes, "peak memory, % of plain", "step time, × plain", grid="both")
+    finish(axes, "peak memory, % of plain", "step time, × plain")
     _add_legend(figure, axes)
     return figure
 
 
 def trade_off_batch(data: Data) -> int | None:
-    """The largest batch size at which all ways have run; else that at which plain and most have."""
+    """The largest batch size at which plain and the most other ways ran."""
     every = series_of(data)
     plain = _plain(every)
     if plain is None:
@@ -208,9 +221,9 @@ def trade_off_batch(data: Data) -> int | None:
 
 
 def _curves(data: Data, batch: int) -> dict[str, list[tuple[float, float, Series]]]:
-    """For each way the points it has at a batch size, from the least memory to the most.
+    """The points of each way at a batch size, from the least memory to the most.
 
-    Where a way is asked for a share of the memory, it is the share that orders them.
+    Points of `torch.compile` are ordered by the share of activations that it may keep.
     """
     every = series_of(data)
     plain = _plain(every)
@@ -233,13 +246,13 @@ def _order(point: tuple[float, float, Series]) -> tuple[float, float]:
 
 
 def _against_plain(series: Series, plain: Series | None) -> list[tuple[int, float]]:
-    """The step's time as a multiple of the plain step's, where both have run."""
+    """The step's time as a multiple of the plain step's, where both ran."""
     pairs = [(batch, time, plain and plain.done(batch)) for batch, time in series.points("step_us")]
     return [(batch, time / base["step_us"]) for batch, time, base in pairs if base]
 
 
 def _main_series(data: Data) -> list[Series]:
-    """All but what is there for the trade-off only: `torch.compile` with less memory."""
+    """All series but those of the trade-off figure only: `torch.compile` with less memory."""
     every = series_of(data)
     return [series for series in every if series.way != COMPILE or series.setting is None]
 
@@ -249,7 +262,7 @@ def _plain(every: Sequence[Series]) -> Series | None:
 
 
 def _colour(series: Series, every: Sequence[Series]) -> str:
-    """The way's colour; several budgets have one each."""
+    """The colour of a way; each budget has its own."""
     if series.way != PLANNED:
         return _COLOURS[series.way]
     budgets = [each.setting for each in every if each.way == PLANNED]
@@ -259,11 +272,12 @@ def _colour(series: Series, every: Sequence[Series]) -> str:
 def _draw_lines(
     axes: Any, every: Sequence[Series], batches: Sequence[int], number: Callable[[Any], float]
 ) -> None:
-    """A line a way; a cross at the foot where memory did not suffice."""
+    """One line per way; a cross at the foot where it ran out of memory."""
     for series in every:
         found = ((batch, series.done(batch)) for batch in batches)
         line = [(batch, number(record)) for batch, record in found if record is not None]
-        _plot(axes, series, every, line)
+        style = {"color": _colour(series, every), "label": series.label}
+        _plot(axes, series.way, line, size=6, **style)
     first, last = min(batches), max(batches)
     if _is_wide(batches):
         axes.set_xscale("log", base=2)
@@ -277,44 +291,29 @@ def _draw_lines(
 
 
 def _mark_shortages(axes: Any, every: Sequence[Series]) -> None:
-    """Crosses at the foot, side by side, of the ways for which a batch was too large."""
+    """Crosses at the foot, side by side, for the ways that ran out of memory."""
     short = [series for series in every if series.too_large]
     for place, series in enumerate(short):
         for batch in series.too_large:
-            axes.annotate(
-                "×",
-                (batch, 0.0),
-                xycoords=("data", "axes fraction"),
-                xytext=(9.0 * (place - (len(short) - 1) / 2), 9),
-                textcoords="offset points",
-                ha="center",
-                va="center",
-                fontsize=15,
-                color=_colour(series, every),
-                zorder=9,
-            )
+            shift = (9.0 * (place - (len(short) - 1) / 2), 9.0)
+            style = {"fontsize": 15, "color": _colour(series, every), "zorder": 9}
+            style |= {"xycoords": ("data", "axes fraction"), "ha": "center", "va": "center"}
+            annotate(axes, "×", (batch, 0.0), shift, **style)
     if short:
         axes.plot([], [], marker="x", mew=1.5, ls="none", color=GREY, label="does not fit")
 
 
 def _plot(
-    axes: Any, series: Series, every: Sequence[Series], line: Sequence[tuple[int, float]]
+    axes: Any, way: str, line: Sequence[tuple[float, float]], *, size: int, **style: Any
 ) -> None:
-    axes.plot(
-        [batch for batch, _ in line],
-        [value for _, value in line],
-        marker=_MARKS[series.way],
-        color=_colour(series, every),
-        lw=2.0,
-        ms=6,
-        zorder=6 if series.way == PLANNED else 5,
-        label=series.label,
-    )
+    """A line through points, with the marker of its way."""
+    style |= {"marker": _MARKS[way], "lw": 2.0, "ms": size, "zorder": 6 if way == PLANNED else 5}
+    axes.plot([x for x, _ in line], [y for _, y in line], **style)
 
 
 def _is_wide(batches: Sequence[int]) -> bool:
-    """Whether batch sizes differ so much that small ones would be squeezed together."""
-    return max(batches) / min(batches) >= _WIDE
+    """True if batch sizes differ so much that they need a logarithmic axis."""
+    return max(batches) / min(batches) >= _LOGARITHMIC_RATIO
 
 
 def _scale_logarithmically(axes: Any, low: float, high: float) -> None:
@@ -329,45 +328,14 @@ def _scale_logarithmically(axes: Any, low: float, high: float) -> None:
 def _draw_curve(
     axes: Any, way: str, line: Sequence[tuple[float, float, Series]], *, is_lowest: bool
 ) -> None:
-    """The points of one way, joined, each with its setting; those of the lowest stand below."""
-    label = line[0][2].label
-    if len(line) > 1:
-        label = _JOINED[way]
-    axes.plot(
-        [x for x, _, _ in line],
-        [y for _, y, _ in line],
-        marker=_MARKS[way],
-        color=_COLOURS[way],
-        lw=2.0,
-        ms=8,
-        zorder=6 if way == PLANNED else 5,
-        label=label,
-    )
-    place = {"xytext": (0, -9 if is_lowest else 9), "textcoords": "offset points"}
-    place |= {"ha": "center", "va": "top" if is_lowest else "bottom"}
+    """The points of one way as a line, labelled; labels of the lowest line are below it."""
+    label = _JOINED[way] if len(line) > 1 else line[0][2].label
+    _plot(axes, way, [(x, y) for x, y, _ in line], size=8, color=_COLOURS[way], label=label)
+    shift = (0.0, -9.0 if is_lowest else 9.0)
+    style = {"ha": "center", "va": "top" if is_lowest else "bottom", "color": _COLOURS[way]}
     for x, y, series in line if len(line) > 1 else ():
         text = "all" if series.setting is None else str(series.setting)
-        behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
-        style = {"fontsize": 9, "color": _COLOURS[way], "zorder": 7, "bbox": behind}
-        axes.annotate(text, (x, y), **style, **place)
-
-
-def _mark_forecasts(
-    axes: Any, every: Sequence[Series], batches: Sequence[int], width: float, unit: int
-) -> None:
-    """A short line across each planned bar, where its peak was forecast to be."""
-    lines = []
-    for index, series in enumerate(every):
-        shift = (index - (len(every) - 1) / 2) * width
-        for place, batch in enumerate(batches):
-            record = series.done(batch)
-            if record is not None and record["forecast"] is not None:
-                middle, height = place + shift, record["forecast"]["peak_bytes"] / unit
-                lines.append((height, middle - width * 0.4, middle + width * 0.4))
-    if lines:
-        heights, starts, ends = zip(*lines, strict=True)
-        style = {"color": SERIES[1], "lw": 1.6, "zorder": 5, "label": "forecast"}
-        axes.hlines(heights, starts, ends, **style)
+        annotate(axes, text, (x, y), shift, zorder=7, bbox=_WHITE_BOX, **style)
 
 
 def _mark_missing(
@@ -379,42 +347,17 @@ def _mark_missing(
     width: float,
     every: Sequence[Series],
 ) -> None:
-    """A dashed outline where a bar would be, had memory sufficed."""
+    """A dashed outline in place of the bar of a step that ran out of memory."""
     colour = _colour(series, every)
     outline = {"facecolor": "none", "edgecolor": colour, "ls": (0, (4, 3)), "lw": 1.0}
     axes.bar([place], [height], width=width * 0.9, zorder=2, alpha=0.6, **outline)
     why = "no plan fits" if series.records[batch]["kind"] == INFEASIBLE else "out of memory"
-    axes.text(
-        place,
-        height * 0.04,
-        why,
-        rotation=90,
-        ha="center",
-        va="bottom",
-        fontsize=9,
-        color=INK,
-        zorder=6,
-    )
-
-
-def _write_above(axes: Any, x: float, y: float, text: str, upright: bool) -> None:
-    axes.annotate(
-        text,
-        (x, y),
-        xytext=(0, 3),
-        textcoords="offset points",
-        ha="center",
-        va="bottom",
-        rotation=90 if upright else 0,
-        fontsize=9,
-        color=INK,
-        zorder=7,
-        bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},
-    )
+    style = {"rotation": 90, "ha": "center", "va": "bottom", "fontsize": 9, "zorder": 6}
+    axes.text(place, height * 0.04, why, color=INK, **style)
 
 
 def _short(number: float) -> str:
-    """A number in three digits, or in as many as it has before the point.
+    """A number with three digits, or more if it has more before the point.
 
     >>> _short(0.1234), _short(29.0), _short(1234.5)
     ('0.123', '29.0', '1,234')
@@ -422,19 +365,10 @@ def _short(number: float) -> str:
     return f"{number:,.0f}" if number >= 100 else f"{number:#.3g}"
 
 
-def _finish(axes: Any, x_label: str, y_label: str, *, grid: str = "y") -> None:
-    axes.set_xlabel(x_label, color=INK)
-    axes.set_ylabel(y_label, color=INK)
-    axes.grid(axis=grid, color=GRID, lw=0.8, zorder=1)
-    axes.tick_params(labelsize=9)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-
-
 def _add_legend(figure: Any, axes: Any) -> None:
-    """Names below the figure: ways first, then what else is marked."""
+    """A legend below the figure: ways first, then the other marks."""
     handles, labels = axes.get_legend_handles_labels()
-    last = [label.startswith(_ASIDE) for label in labels]
+    last = [label.startswith(_LAST_NAMES) for label in labels]
     order = sorted(range(len(labels)), key=lambda place: last[place])
     rows = -(-len(labels) // _MOST_NAMES) or 1
     figure.legend(

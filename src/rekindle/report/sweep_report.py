@@ -1,4 +1,4 @@
-"""A sweep over batch sizes: its cases as series that can be compared, on the terminal."""
+"""A sweep over batch sizes: its cases as series, and the table of all on the terminal."""
 
 from __future__ import annotations
 
@@ -12,32 +12,31 @@ from rich.table import Table
 from rich.text import Text
 
 from rekindle.report.names import shorten
-from rekindle.report.pieces import Fitted, indented, new_table
+from rekindle.report.tables import ABSENT, ForWidth, indented, new_table
 from rekindle.report.words import percent
 from rekindle.units import format_bytes, format_us
 
 PLAIN, PLANNED, CHECKPOINT, COMPILE = "plain", "planned", "checkpoint", "compile"
 """The ways to run a step."""
 DONE, OUT_OF_MEMORY, FAILED = "done", "out of memory", "failed"
-"""What can become of a case."""
+"""The status of a case."""
 INFEASIBLE = "InfeasibleBudget"
 
-ABSENT = "–"
 _NAMES = {
     PLAIN: "plain",
     PLANNED: "Rekindle",
     CHECKPOINT: "checkpoint every block",
     COMPILE: "torch.compile",
 }
-_GOING = ("setup", "reserved", "forecast", "of plain", "samples/s")  # where there is no room
-_BETWEEN = 3  # columns of the terminal, from one of the table to the next
+_OPTIONAL_COLUMNS = ("setup", "reserved", "forecast", "of plain", "samples/s")  # first to go
+_COLUMN_GAP = 3  # characters
 
 Record = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """A way to run the step, at all batch sizes at which it was run."""
+    """The records of one way to run the step, by batch size."""
 
     way: str
     setting: str | float | None
@@ -45,22 +44,22 @@ class Series:
 
     @property
     def label(self) -> str:
-        """What it is called: ``Rekindle, 60%``."""
+        """The name in tables and figures: ``Rekindle, 60%``."""
         return label_of(self.way, self.setting)
 
     def done(self, batch: int) -> Record | None:
-        """What was measured at a batch size, if the step ran there."""
+        """The record of a batch size, if the step ran."""
         record = self.records.get(batch)
         return record if record is not None and record["status"] == DONE else None
 
     def points(self, key: str) -> list[tuple[int, float]]:
-        """Batch sizes at which the step ran, and what was measured under that name."""
+        """Batch sizes at which the step ran, and the measured `key`."""
         found = ((batch, self.done(batch)) for batch in sorted(self.records))
         return [(batch, record[key]) for batch, record in found if record is not None]
 
     @property
     def too_large(self) -> list[int]:
-        """The batch sizes at which memory did not suffice."""
+        """The batch sizes that ran out of memory."""
         rows = self.records.items()
         return sorted(batch for batch, row in rows if row["status"] == OUT_OF_MEMORY)
 
@@ -75,13 +74,13 @@ def label_of(way: str, setting: str | float | None) -> str:
 
 
 def setting_of(case: Mapping[str, Any]) -> str | float | None:
-    """What tells a case from others that run in the same way."""
+    """The setting of a case: its budget, or its share of activations."""
     setting: str | float | None = case["budget"] if case["way"] == PLANNED else case["share"]
     return setting
 
 
 def series_of(data: Mapping[str, Any]) -> list[Series]:
-    """The cases of a sweep by way and setting, as they come."""
+    """The cases of a sweep by way and setting, in order."""
     found: dict[tuple[str, str | float | None], dict[int, Record]] = {}
     for record in data["cases"]:
         case = record["case"]
@@ -90,12 +89,12 @@ def series_of(data: Mapping[str, Any]) -> list[Series]:
 
 
 def batches_of(data: Mapping[str, Any]) -> list[int]:
-    """The batch sizes at which anything was run."""
+    """The batch sizes of all cases."""
     return sorted({record["case"]["batch"] for record in data["cases"]})
 
 
 def sweep_data(settings: Mapping[str, Any], records: Sequence[Record]) -> dict[str, Any]:
-    """What was asked for, and the record of every case that is there."""
+    """The settings of a sweep, and the records that exist."""
     ran = [record for record in records if record["status"] == DONE]
     devices = dict.fromkeys(record["device"] for record in ran)
     precisions = dict.fromkeys(record["precision"] for record in ran)
@@ -108,7 +107,7 @@ def sweep_data(settings: Mapping[str, Any], records: Sequence[Record]) -> dict[s
 
 
 def failed_cases(data: Mapping[str, Any]) -> list[Record]:
-    """The cases that ended with an error that is not about memory."""
+    """The cases that ended with an error other than out of memory."""
     return [record for record in data["cases"] if record["status"] == FAILED]
 
 
@@ -118,7 +117,7 @@ def over_budget(data: Mapping[str, Any]) -> list[Record]:
 
 
 def sweep_title(data: Mapping[str, Any]) -> str:
-    """What was swept: ``resnet152: bf16, on NVIDIA H200, capped at 40.0 GiB``."""
+    """The title of a sweep: ``resnet152: bf16, on NVIDIA H200, capped at 40.0 GiB``."""
     facts = [data["precision"], f"on {data['device']}" if data["device"] else None]
     if data["engine"] not in (None, "auto"):
         facts.append(f"engine {data['engine']}")
@@ -129,10 +128,10 @@ def sweep_title(data: Mapping[str, Any]) -> str:
 
 
 def sweep_table(data: Mapping[str, Any]) -> RenderableType:
-    """Every case with what it took, and below it what went wrong."""
+    """Every case with its measurements, then the errors."""
     parts: list[RenderableType] = [
         Text(sweep_title(data), style="bold"),
-        indented(Fitted(lambda width: _table(data, width))),
+        indented(ForWidth(lambda width: _table(data, width))),
     ]
     parts += [indented(line) for line in _troubles(data)]
     return Group(*parts)
@@ -142,8 +141,8 @@ def _table(data: Mapping[str, Any], width: int) -> Table:
     rows = list(_rows(data))
     columns = list(rows[0]) if rows else ["batch"]
     sizes = {name: max(len(name), *(len(row[name]) for row in rows)) for name in columns if rows}
-    for name in _GOING:
-        if sum(size + _BETWEEN for size in sizes.values()) > width and name in sizes:
+    for name in _OPTIONAL_COLUMNS:
+        if sum(size + _COLUMN_GAP for size in sizes.values()) > width and name in sizes:
             del sizes[name]
     table = new_table()
     for name in sizes:
@@ -157,7 +156,7 @@ def _table(data: Mapping[str, Any], width: int) -> Table:
 
 
 def _rows(data: Mapping[str, Any]) -> Iterator[dict[str, Text]]:
-    """The cells of each case by column; the first of a batch size says which it is."""
+    """The cells of each case by column; only the first case of a batch size names it."""
     every = series_of(data)
     plain = next((series for series in every if series.way == PLAIN), None)
     for batch in batches_of(data):

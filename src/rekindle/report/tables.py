@@ -1,154 +1,80 @@
-"""The raw tables, for other programs: every op as CSV, and everything as JSON."""
+"""Building blocks of the tables on the terminal."""
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterable
 
-from rekindle.core.cost.profile import Profile
-from rekindle.core.graph.graph import StepGraph
-from rekindle.core.graph.simulate import ROLES, Trace
-from rekindle.report.names import source_line
-from rekindle.report.summary import Activation, Part, Summary, Work, summarize
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.measure import Measurement
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
 
-OP_COLUMNS = (
-    "index",
-    "name",
-    "target",
-    "phase",
-    "module",
-    "source",
-    "time_us",
-    "workspace_bytes",
-    "flops",
-    "moved_bytes",
-    "live_bytes",
-)
+from rekindle.report.names import shorten
+
+WIDE_COLUMNS = 100
+"""The terminal width from which tables stand side by side and show every column."""
+ABSENT = "–"
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
-def write_csv(path: Path, graph: StepGraph, profile: Profile, trace: Trace) -> None:
-    """Write one line an op, with a header."""
-    summary = summarize(graph, profile, trace)
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(OP_COLUMNS)
-        writer.writerows(_op_rows(graph, profile, trace, summary))
+class Shortened:
+    """Text that never wraps: where its column is narrow, its middle is cut out."""
+
+    def __init__(
+        self, text: str, least: int = 12, cut: Callable[[str, int], str] = shorten
+    ) -> None:
+        self.text = text
+        self.cut = cut
+        self.least = min(least, len(text))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterable[Text]:
+        yield Text(self.cut(self.text, options.max_width), no_wrap=True, overflow="ellipsis")
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(self.least, max(len(self.text), 1)).with_maximum(options.max_width)
 
 
-def profile_data(
-    graph: StepGraph,
-    profile: Profile,
-    trace: Trace,
-    about: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """A profiled step as plain dicts and lists; bytes and microseconds throughout."""
-    summary = summarize(graph, profile, trace, about)
-    rows = _op_rows(graph, profile, trace, summary)
-    return {
-        "model": summary.about.get("model"),
-        "batch": summary.about.get("batch"),
-        "precision": summary.about.get("precision"),
-        "device": summary.device,
-        "method": summary.method,
-        "is_measured": summary.is_measured,
-        "profile_versions": dict(profile.versions),
-        "fingerprint": graph.fingerprint,
-        "step_us": summary.step_us,
-        "flops": summary.total.flops,
-        "moved_bytes": summary.total.moved_bytes,
-        "backward_forward_flops": summary.backward_ratio,
-        "peak": _peak(summary),
-        "phases": [_work(row) for row in summary.phases],
-        "operators": [_work(row) for row in summary.operators],
-        "activations": [_activation(row, graph) for row in summary.activations],
-        "ops": [dict(zip(OP_COLUMNS, row, strict=True)) for row in rows],
-        "timeline": {
-            "starts_us": [round(float(start), 3) for start in trace.starts_us],
-            "role_bytes": {
-                role.value: trace.by_role[row].tolist() for row, role in enumerate(ROLES)
-            },
-            "overhead_bytes": trace.overhead_bytes,
-        },
-    }
+class ForWidth:
+    """Content that is made for the available width."""
+
+    def __init__(self, make: Callable[[int], RenderableType]) -> None:
+        self.make = make
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterable[RenderableType]:
+        yield self.make(options.max_width)
 
 
-def _op_rows(
-    graph: StepGraph, profile: Profile, trace: Trace, summary: Summary
-) -> Iterator[tuple[Any, ...]]:
-    for op, cost in zip(graph.ops, profile.costs, strict=True):
-        yield (
-            op.index,
-            op.name,
-            op.target,
-            op.phase.value,
-            op.source.module,
-            source_line(op.source),
-            round(cost.time_us, 3),
-            cost.workspace_bytes,
-            op.flops,
-            int(summary.moved_bytes[op.index]),
-            int(trace.live_bytes[op.index]),
-        )
+def bar(share: float, width: int) -> str:
+    """A bar in eighths of a character, and at least one of them."""
+    eighths = max(1, round(share * width * 8))
+    return "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
 
 
-def _peak(summary: Summary) -> dict[str, Any]:
-    peak = summary.peak
-    op = peak.op
-    return {
-        "bytes": peak.nbytes,
-        "activation_share": peak.activation_share,
-        "start_us": peak.start_us,
-        "op": None
-        if op is None
-        else {
-            "index": op.index,
-            "name": op.name,
-            "phase": op.phase.value,
-            "module": op.source.module,
-            "source": source_line(op.source),
-        },
-        "parts": [_part(part) for part in peak.parts],
-        "activation_kinds": [_part(part) for part in peak.activation_kinds],
-        "activation_modules": [_part(part) for part in peak.activation_modules],
-    }
+def new_table(*columns: str) -> Table:
+    """A table with a rule under its head; the columns given are right-aligned numbers."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    add_numbers(table, *columns)
+    return table
 
 
-def _part(part: Part) -> dict[str, Any]:
-    return {
-        "label": part.label,
-        "bytes": part.nbytes,
-        "share": part.share,
-        "storages": part.count,
-    }
+def add_numbers(table: Table, *columns: str) -> None:
+    """Add right-aligned columns that do not wrap."""
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
 
 
-def _work(row: Work) -> dict[str, Any]:
-    return {
-        "label": row.label,
-        "ops": row.ops,
-        "time_us": row.time_us,
-        "share": row.share,
-        "flops": row.flops,
-        "moved_bytes": row.moved_bytes,
-        "flops_per_byte": row.intensity,
-    }
+def new_grid() -> Table:
+    """A grid of labels and what they label."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True)
+    grid.add_column()
+    return grid
 
 
-def _activation(row: Activation, graph: StepGraph) -> dict[str, Any]:
-    def name(op: int | None) -> str | None:
-        return None if op is None else graph.ops[op].name
-
-    return {
-        "name": row.name,
-        "operator": row.kind,
-        "module": row.module,
-        "source": row.source,
-        "shape": list(row.shape),
-        "dtype": row.dtype,
-        "bytes": row.nbytes,
-        "idle_us": row.idle_us,
-        "last_forward_op": name(row.last_forward),
-        "first_backward_op": name(row.first_backward),
-    }
+def indented(content: RenderableType) -> Padding:
+    """The content, two columns further in."""
+    return Padding(content, (0, 0, 0, 2))

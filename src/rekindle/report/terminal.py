@@ -1,4 +1,4 @@
-"""Tables for the terminal: each function returns something that any rich console can print."""
+"""Reports on the terminal: each function returns an object that any rich console can print."""
 
 from __future__ import annotations
 
@@ -9,24 +9,32 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rekindle.core.graph.comparison import Comparison
 from rekindle.core.graph.graph import StepGraph
+from rekindle.core.graph.schedule import Plan
+from rekindle.planners.curve import Curve, bound_at
 from rekindle.report.names import shorten_path
-from rekindle.report.palette import colour
-from rekindle.report.pieces import WIDE, Fitted, Middle, bar, indented, new_table
-from rekindle.report.summary import Activation, Summary
-from rekindle.report.words import how_timed, peak_place, percent
+from rekindle.report.palette import ORDER, colour
+from rekindle.report.summary import Activation, DecisionRow, Dropped, Summary
+from rekindle.report.tables import (
+    ABSENT,
+    WIDE_COLUMNS,
+    ForWidth,
+    Shortened,
+    add_numbers,
+    bar,
+    indented,
+    new_grid,
+    new_table,
+)
+from rekindle.report.words import (
+    bound_in_words,
+    budget_in_words,
+    fine_percent,
+    how_timed,
+    peak_place,
+    percent,
+)
 from rekindle.units import format_bytes, format_count, format_us
-
-_MOST_DIFFERENCES = 8
-_NOUNS = {  # singular, plural
-    "result": ("loss", "losses"),
-    "parameter": ("parameter", "parameters"),
-    "gradient": ("gradient", "gradients"),
-    "buffer": ("buffer", "buffers"),
-    "optimizer": ("optimizer state tensor", "optimizer state tensors"),
-    "generator": ("random state", "random states"),
-}
 
 
 def model_table(rows: Iterable[tuple[str, str, int, str | None]]) -> RenderableType:
@@ -42,45 +50,91 @@ def model_table(rows: Iterable[tuple[str, str, int, str | None]]) -> RenderableT
 
 
 def graph_summary(graph: StepGraph) -> RenderableType:
-    """What a step holds: ops and FLOPs by phase, bytes by role; side by side if there is room."""
+    """Ops and FLOPs of a step by phase, its bytes by role; side by side if they fit."""
     return Columns([_phase_table(graph), _role_table(graph)], padding=(0, 4))
 
 
-def comparison_summary(title: str, comparison: Comparison) -> RenderableType:
-    """A plain and a captured training of one model: the graph, what was compared, the times."""
-    return Group(
-        Text(title, style="bold"),
-        indented(graph_summary(comparison.graph)),  # brings an empty line above and below
-        indented(_findings(comparison)),
-        "",
-    )
-
-
-def profile_summary(summary: Summary, *, most: int = 8) -> RenderableType:
-    """A profiled step: its peak and what that is made of, and where time and bytes go."""
-    parts: list[RenderableType] = [
-        Text(f"{summary.title}, {how_timed(summary)}", style="bold"),
-        indented(_headline(summary)),
-        indented(Fitted(lambda width: _peak_and_time(summary, width))),
-    ]
-    if summary.operators:
-        parts += [Text("Operators with the most time", style="bold")]
-        parts += [indented(_operator_table(summary, most))]
-    if summary.activations:
-        title = "Activations with the most bytes × idle time, between forward and backward use"
-        parts += [Text(title, style="bold")]
-        parts += [indented(Fitted(lambda width: _activation_table(summary, most, width)))]
+def step_summary(summary: Summary, *, most: int = 8) -> RenderableType:
+    """A step on the terminal: its peak and its time; what a plan drops, or where both go."""
+    parts: list[RenderableType] = [Text(f"{summary.title}, {how_timed(summary)}", style="bold")]
+    if summary.plan is None:
+        parts += [indented(_profile_head(summary))]
+        parts += [indented(ForWidth(lambda width: _peak_and_time(summary, width)))]
+        if summary.operators:
+            parts += [Text("Operators with the most time", style="bold")]
+            parts += [indented(_operator_table(summary, most))]
+        if summary.activations:
+            title = "Activations with the most bytes × idle time, between forward and backward use"
+            parts += [Text(title, style="bold")]
+            parts += [indented(ForWidth(lambda width: _activation_table(summary, most, width)))]
+    else:
+        parts += [indented(_plan_head(summary, summary.plan))]
+        parts += [indented(ForWidth(lambda width: _plan_tables(summary, most, width)))]
+        if summary.decisions:
+            parts += [Text("The largest activations, and what becomes of them", style="bold")]
+            parts += [indented(_decision_table(summary.decisions[:most]))]
     return Group(*parts)
 
 
-def _headline(summary: Summary) -> Table:
+def curve_table(plain: Summary, curves: Sequence[Curve]) -> RenderableType:
+    """Added time at every budget, one column per planner; the bound where one is known."""
+    times = ", ".join(f"{curve.planner} {format_us(curve.seconds * 1e6)}" for curve in curves)
+    peak, step = format_bytes(plain.peak.nbytes), format_us(plain.step_us)
+    return Group(
+        Text(f"{plain.title}, {how_timed(plain)}", style="bold"),
+        indented(f"plain step: peak {peak}, {step}; below, the time that each planner adds"),
+        indented(ForWidth(lambda width: Group(*_curve_tables(plain, curves, width)))),
+        indented(f"planning took: {times}"),
+    )
+
+
+def _curve_tables(plain: Summary, curves: Sequence[Curve], width: int) -> list[Table]:
+    """One table, or several where the columns need more than the width."""
+    whole = plain.step_us or 1.0
+    lowest = min(curves, key=lambda curve: curve.plans[-1].budget_bytes)
+    longest = max((lowest, *curves), key=lambda curve: len(curve.plans))
+    rows = {plan.budget_bytes for curve in (lowest, longest) for plan in curve.plans}
+    budgets = sorted(rows, reverse=True)
+    columns: dict[str, list[float | None]] = {}
+    for curve in curves:
+        plans = [curve.at(budget) for budget in budgets]
+        columns[curve.planner] = [None if p is None else p.recompute_us / whole for p in plans]
+    bounds = [bound_at(curves, budget) for budget in budgets]
+    if any(bound is not None for bound in bounds):
+        columns["bound"] = [None if bound is None else bound / whole for bound in bounds]
+
+    peak = max(plain.peak.nbytes, 1)
+    tables = []
+    for titles in _columns_that_fit(list(columns), width):
+        table = new_table("budget", "of plain", *titles)
+        for row, budget in enumerate(budgets):
+            shares = [columns[title][row] for title in titles]
+            cells = [ABSENT if share is None else fine_percent(share) for share in shares]
+            table.add_row(format_bytes(budget), percent(budget / peak), *cells)
+        tables.append(table)
+    return tables
+
+
+def _columns_that_fit(titles: list[str], width: int) -> list[list[str]]:
+    """The columns in groups, each at most as wide as the terminal."""
+    groups: list[list[str]] = []
+    room = 0
+    for title in titles:
+        needed = max(len(title), 6) + 3
+        if needed > room or not groups:
+            groups.append([])
+            room = width - 20  # for the budget and its share
+        groups[-1].append(title)
+        room -= needed
+    return groups
+
+
+def _profile_head(summary: Summary) -> Table:
     ratio = summary.backward_ratio
     flops = f"{format_count(summary.total.flops)} FLOPs" + (
         f", backward/forward {ratio:.2f}" if ratio is not None else ""
     )
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(no_wrap=True)
-    grid.add_column()
+    grid = new_grid()
     peak = Text.assemble((format_bytes(summary.peak.nbytes), "bold"))
     grid.add_row("peak", peak.append(f", {percent(summary.peak.activation_share)} activations"))
     grid.add_row("", f"at {peak_place(summary)}")
@@ -90,8 +144,37 @@ def _headline(summary: Summary) -> Table:
     return grid
 
 
+def _plan_head(summary: Summary, plan: Plan) -> Table:
+    plain, dropped = summary.plain, summary.dropped
+    grid = new_grid()
+    seconds = summary.plan_seconds
+    took = "" if seconds is None else f", in {format_us(seconds * 1e6)}"
+    grid.add_row("planner", f"{plan.planner}{took}")
+    grid.add_row("budget", budget_in_words(summary))
+    peak = Text.assemble((format_bytes(summary.peak.nbytes), "bold"))
+    share = percent(summary.peak_share)
+    grid.add_row("peak", peak.append(f", {share} of {format_bytes(plain.peak.nbytes)}"))
+    grid.add_row("", f"at {peak_place(summary)}")
+    step = Text.assemble((format_us(summary.step_us), "bold"))
+    if summary.trace.recompute_us:
+        added = fine_percent(summary.added_share)
+        step.append(f", {added} more than {format_us(plain.step_us)}")
+        step.append(f"; {summary.recomputed_ops:,} ops run again")
+    else:
+        step.append(", as the plain step")
+    grid.add_row("step", step)
+    bound = bound_in_words(summary)
+    if bound is not None:
+        grid.add_row("bound", bound)
+    freed = f", {format_bytes(dropped.freed_bytes)} in all" if dropped.dropped else ""
+    grid.add_row("dropped", f"{dropped.dropped:,} of {dropped.activations:,} activations{freed}")
+    if summary.method:
+        grid.add_row("times", summary.method)
+    return grid
+
+
 def _peak_and_time(summary: Summary, width: int) -> RenderableType:
-    if width < WIDE:
+    if width < WIDE_COLUMNS:
         return Group(_peak_table(summary, 22), _time_table(summary))
     return Columns([_peak_table(summary, 8), _time_table(summary)], padding=(0, 2))
 
@@ -99,8 +182,7 @@ def _peak_and_time(summary: Summary, width: int) -> RenderableType:
 def _peak_table(summary: Summary, bar_width: int) -> Table:
     table = new_table()
     table.add_column("at the peak", no_wrap=True)
-    table.add_column("bytes", justify="right", no_wrap=True)
-    table.add_column("share", justify="right", no_wrap=True)
+    add_numbers(table, "bytes", "share")
     table.add_column("", width=bar_width, no_wrap=True)
     for part in summary.peak.parts:
         drawn = Text(bar(part.share, bar_width), style=colour(part.label))
@@ -113,12 +195,16 @@ def _time_table(summary: Summary) -> Table:
     table.show_footer = True
     total = summary.total
     table.add_column("phase", "all", no_wrap=True)
-    table.add_column("ops", str(total.ops), justify="right", no_wrap=True)
-    table.add_column("time", format_us(total.time_us), justify="right", no_wrap=True)
-    table.add_column("share", justify="right", no_wrap=True)
-    table.add_column("FLOPs", format_count(total.flops), justify="right", no_wrap=True)
-    table.add_column("moved", format_bytes(total.moved_bytes), justify="right", no_wrap=True)
-    table.add_column("FLOPs/B", _ratio(total.intensity), justify="right", no_wrap=True)
+    footers = {
+        "ops": str(total.ops),
+        "time": format_us(total.time_us),
+        "share": "",
+        "FLOPs": format_count(total.flops),
+        "moved": format_bytes(total.moved_bytes),
+        "FLOPs/B": _ratio(total.intensity),
+    }
+    for header, footer in footers.items():
+        table.add_column(header, footer, justify="right", no_wrap=True)
     for row in summary.phases:
         work = (format_count(row.flops), format_bytes(row.moved_bytes), _ratio(row.intensity))
         table.add_row(row.label, str(row.ops), format_us(row.time_us), percent(row.share), *work)
@@ -128,40 +214,96 @@ def _time_table(summary: Summary) -> Table:
 def _operator_table(summary: Summary, most: int) -> Table:
     table = new_table()
     table.add_column("operator")
-    for header in ("calls", "time", "share", "average", "FLOPs/B"):
-        table.add_column(header, justify="right", no_wrap=True)
+    add_numbers(table, "calls", "time", "share", "average", "FLOPs/B")
     for row in summary.operators[:most]:
         times = (format_us(row.time_us), percent(row.share), format_us(row.mean_us))
-        table.add_row(Middle(row.label), str(row.ops), *times, _ratio(row.intensity))
+        table.add_row(Shortened(row.label), str(row.ops), *times, _ratio(row.intensity))
     return table
 
 
 def _activation_table(summary: Summary, most: int, width: int) -> Table:
-    is_wide = width >= WIDE
+    is_wide = width >= WIDE_COLUMNS
     table = new_table()
     table.add_column("made by")
     table.add_column("in module")
-    table.add_column("bytes", justify="right", no_wrap=True)
-    table.add_column("idle", justify="right", no_wrap=True)
-    if is_wide:
-        table.add_column("from op → to", justify="right", no_wrap=True)
+    add_numbers(table, "bytes", "idle", *(["from op → to"] if is_wide else []))
     table.add_column("source line")
     for row in summary.activations[:most]:
         size = [format_bytes(row.nbytes), format_us(row.idle_us)]
         if is_wide:
             size += [_between(row)]
         source = row.source if is_wide else row.source.rpartition("/")[2]
-        module = Middle(row.module, 18, shorten_path)
-        table.add_row(Middle(row.kind), module, *size, Middle(source, 16))
+        module = Shortened(row.module, 18, shorten_path)
+        table.add_row(Shortened(row.kind), module, *size, Shortened(source, 16))
     return table
 
 
 def _between(row: Activation) -> str:
-    return "–" if row.first_backward is None else f"{row.last_forward} → {row.first_backward}"
+    return ABSENT if row.first_backward is None else f"{row.last_forward} → {row.first_backward}"
 
 
 def _ratio(value: float | None) -> str:
     return "" if value is None else f"{value:.3g}"
+
+
+def _plan_tables(summary: Summary, most: int, width: int) -> RenderableType:
+    peak = _peaks_table(summary)
+    if not summary.dropped_kinds:
+        return peak
+    by_operator = _dropped_table("dropped, by operator", summary.dropped_kinds, most)
+    by_module = _dropped_table("dropped, by module", summary.dropped_modules, most)
+    if width < WIDE_COLUMNS:
+        return Group(peak, by_operator, by_module)
+    return Group(Columns([peak, by_operator], padding=(0, 2)), by_module)
+
+
+def _peaks_table(summary: Summary) -> Table:
+    """What the peaks of the plain and the planned step are made of."""
+    plain = {part.label: part.nbytes for part in summary.plain.peak.parts}
+    planned = {part.label: part.nbytes for part in summary.peak.parts}
+    table = new_table()
+    table.show_footer = True
+    total = (format_bytes(summary.plain.peak.nbytes), format_bytes(summary.peak.nbytes))
+    table.add_column("at the peak", "all", no_wrap=True)
+    table.add_column("plain", total[0], justify="right", no_wrap=True)
+    table.add_column("planned", total[1], justify="right", no_wrap=True)
+    labels = [label for label in ORDER if label in plain or label in planned]
+    for label in sorted(labels, key=lambda label: -max(plain.get(label, 0), planned.get(label, 0))):
+        sizes = (format_bytes(plain.get(label, 0)), format_bytes(planned.get(label, 0)))
+        table.add_row(label, *sizes)
+    return table
+
+
+def _dropped_table(title: str, groups: Sequence[Dropped], most: int) -> Table:
+    table = new_table()
+    table.add_column(title)
+    add_numbers(table, "tensors", "bytes", "time added")
+
+    def add(label: RenderableType, members: Sequence[Dropped]) -> None:
+        dropped, count = sum(g.dropped for g in members), sum(g.activations for g in members)
+        freed, added_us = sum(g.freed_bytes for g in members), sum(g.added_us for g in members)
+        table.add_row(label, f"{dropped:,} of {count:,}", format_bytes(freed), format_us(added_us))
+
+    for group in groups[:most]:
+        add(Shortened(group.label, 18, shorten_path), [group])
+    rest = groups[most:]
+    if rest:
+        add(f"{len(rest)} more", rest)
+    return table
+
+
+def _decision_table(rows: Sequence[DecisionRow]) -> Table:
+    table = new_table()
+    table.add_column("", no_wrap=True)
+    add_numbers(table, "bytes", "time added")
+    table.add_column("what it is, and why")
+    for row in rows:
+        verb = Text("keep", style="green") if row.is_kept else Text("drop", style="yellow")
+        added = "" if row.is_kept else format_us(row.added_us)
+        what = f"{row.kind} in {row.module}" if row.module else row.kind
+        why = Text(row.reason, style="dim")
+        table.add_row(verb, format_bytes(row.nbytes), added, Group(Shortened(what), why))
+    return table
 
 
 def _phase_table(graph: StepGraph) -> Table:
@@ -177,7 +319,7 @@ def _phase_table(graph: StepGraph) -> Table:
 
 
 def _role_table(graph: StepGraph) -> Table:
-    """Only roles with bytes. There is no sum: these storages are not all alive at once."""
+    """Roles with bytes. There is no total: these storages are not all live at once."""
     table = new_table()
     table.add_column("role")
     table.add_column("bytes in one step", justify="right")
@@ -185,55 +327,3 @@ def _role_table(graph: StepGraph) -> Table:
         if nbytes:
             table.add_row(role.value, format_bytes(nbytes))
     return table
-
-
-def _findings(comparison: Comparison) -> Table:
-    table = Table.grid(padding=(0, 2))
-    table.add_row(*verdict(comparison))
-    if comparison.budget_bytes is not None:
-        table.add_row(*budget_verdict(comparison))
-    plain, captured = comparison.plain_peak_bytes, comparison.captured_peak_bytes
-    table.add_row("peak", f"{format_bytes(plain)} plain, {format_bytes(captured)} captured")
-    times = (
-        f"captured in {format_us(comparison.capture_us)}; a step takes "
-        f"{format_us(comparison.plain_us)} plain, {format_us(comparison.captured_us)} captured"
-    )
-    table.add_row("time", times)
-    return table
-
-
-def verdict(comparison: Comparison) -> tuple[Text, Text]:
-    """Whether two trainings are the same: a word, and what was compared or what differs."""
-    steps = "1 step" if comparison.steps == 1 else f"{comparison.steps} steps"
-    if not comparison.compared:
-        words = "the plain step does not fit into this device's memory"
-        return Text("not compared", style="bold yellow"), Text(words)
-    if comparison.equal:
-        to_what = " to the compiled step that drops nothing" if comparison.is_compiled else ""
-        counts = f"after {steps}, bit for bit{to_what}: {_counts(comparison)}"
-        return Text("equal", style="bold green"), Text(counts)
-    differing = f"after {steps}: {_names(comparison.differences)}"
-    return Text("different", style="bold red"), Text(differing)  # names may hold brackets
-
-
-def budget_verdict(comparison: Comparison) -> tuple[Text, str]:
-    """Whether a training has stayed within its budget: a word, and by how much."""
-    budget_bytes = comparison.budget_bytes or 0
-    room = budget_bytes - comparison.captured_peak_bytes
-    words = f"the budget of {format_bytes(budget_bytes)}, the peak"
-    if room < 0:
-        return Text("over", style="bold red"), f"{words} {format_bytes(-room)} above it"
-    place = f"{format_bytes(room)} below it" if room else "exactly at it"
-    return Text("within", style="bold green"), f"{words} {place}"
-
-
-def _names(differences: Sequence[str]) -> str:
-    more = len(differences) - _MOST_DIFFERENCES
-    return ", ".join(differences[:_MOST_DIFFERENCES]) + (f" and {more} more" if more > 0 else "")
-
-
-def _counts(comparison: Comparison) -> str:
-    return ", ".join(
-        f"{count} {_NOUNS.get(kind, (kind, kind))[count != 1]}"
-        for kind, count in comparison.compared.items()
-    )

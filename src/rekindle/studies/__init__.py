@@ -1,1 +1,1 @@
-"""Models, sweeps and comparisons that the command line and the experiments run."""
+"""Runs, sweeps and comparisons of models, for the command line and the experiments."""

@@ -1,4 +1,4 @@
-"""What others do about memory, as changes to a model."""
+"""Other techniques that save memory, applied to a model: checkpoints and `torch.compile`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CONTAINERS = (nn.ModuleList, nn.Sequential)
 
 
 def checkpoint_every_block(model: nn.Module) -> int:
-    """Wrap every repeated block in `torch.utils.checkpoint`; returns how many there are."""
+    """Wrap every repeated block in `torch.utils.checkpoint`; returns the number of blocks."""
     blocks = repeated_blocks(model)
     for block in blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
@@ -25,10 +25,10 @@ def checkpoint_every_block(model: nn.Module) -> int:
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks that a model repeats: those known by name, else those that hold the most weights.
+    """The blocks that a model repeats: those known by name, else those with the most weights.
 
-    What counts is how often a class stands in one `nn.ModuleList` or `nn.Sequential`. Layers that
-    are made of others come first, then plain sequences, then single layers.
+    A block is repeated if its class occurs more than once in an `nn.ModuleList` or `nn.Sequential`.
+    Modules made of others are preferred to plain sequences, and those to single layers.
 
     >>> layers = [nn.TransformerEncoderLayer(8, 2, batch_first=True) for _ in range(3)]
     >>> len(repeated_blocks(nn.Sequential(nn.Linear(8, 8), *layers, nn.Linear(8, 8))))
@@ -45,16 +45,16 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def compiled(model: nn.Module, activation_share: float | None = None) -> nn.Module:
-    """`torch.compile` of a model, which may keep so large a share of the activations."""
+    """`torch.compile` of a model, which may keep `activation_share` of the activations."""
     if activation_share is not None:
-        from rekindle.torch_internals import functorch_config  # slow: loads torch's compiler
+        from rekindle.torch_internals import functorch_config  # slow: loads the compiler
 
         functorch_config.activation_memory_budget = activation_share
     return torch.compile(model)  # type: ignore[return-value]
 
 
 def _groups(model: nn.Module) -> Iterator[list[nn.Module]]:
-    """Modules of one class that stand in one container, for every class and container."""
+    """Modules of one class in one container, for every class and container."""
     for container in model.modules():
         if isinstance(container, _CONTAINERS):
             kinds: dict[type[nn.Module], list[nn.Module]] = {}
@@ -64,7 +64,7 @@ def _groups(model: nn.Module) -> Iterator[list[nn.Module]]:
 
 
 def _rank(group: list[nn.Module]) -> tuple[int, int]:
-    """How likely a group is to be the blocks of a model."""
+    """The preference for a group: by the kind of module, then by the number of weights."""
     first = group[0]
     kind = 2 if any(True for _ in first.children()) else 0
     if isinstance(first, _CONTAINERS):

@@ -1,117 +1,237 @@
-"""The schemes of memory optimisation beside one another: bytes of feature maps under each.
+"""The schemes of memory optimisation side by side: the bytes of feature maps under each.
 
-**Feature maps** are what a step makes on its way through the model and back. What belongs to the
-weights does not count: their gradients, the parts that those are summed up from, and what the
-optimizer makes. The bytes are those of an arena in which every feature map has a static address.
+**Feature maps** are the tensors that the forward and the backward pass make. Tensors of weights do
+not count: their gradients, the terms that those are summed from, and the optimizer's temporaries.
+The bytes are those of an arena in which every feature map has a static address.
 
-Where something is computed again, the plan is the one with the fewest bytes of feature maps that
-its planner finds, whatever time that takes.
+A scheme that recomputes uses the plan with the fewest bytes of feature maps that its planner finds,
+at any added time.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
 
-import numpy as np
+import torch
 
+import rekindle
+from rekindle import models
+from rekindle.captured_step import CapturedStep
+from rekindle.core.cost.devices import find_device
 from rekindle.core.cost.profile import Profile
 from rekindle.core.graph.graph import Phase, Role, StepGraph
 from rekindle.core.graph.schedule import Plan
+from rekindle.core.graph.serial import SAVED_SUFFIX
 from rekindle.core.graph.simulate import simulate
 from rekindle.core.memory.layout import layout
-from rekindle.errors import InfeasibleBudget
+from rekindle.errors import InfeasibleBudget, ModelError
+from rekindle.measuring.meters import peak_bytes
+from rekindle.models.zoo.catalog import MODELS, did_you_mean
+from rekindle.models.zoo.families import FAMILIES, Family
 from rekindle.planners.registry import find_planner
-
-FEATURE_ROLES = (Role.ACTIVATION, Role.GRAD_MAP, Role.TEMP, Role.OUTPUT)
-
-# How parts of a weight's gradient become one: added up, or written in another precision.
-_SUMMING = frozenset({"aten.add.Tensor", "aten.add_.Tensor", "aten._to_copy.default"})
-
-
-@dataclass(frozen=True, slots=True)
-class Scheme:
-    """One way to save memory. Without a planner nothing is dropped.
-
-    `runs` says whether steps can be run so, and not only estimated.
-    """
-
-    name: str
-    label: str
-    in_place: bool = True
-    sharing: bool = True
-    planner: str | None = None
-    runs: bool = True
-
-
-SCHEMES = (
-    Scheme("none", "no optimisation", in_place=False, sharing=False, runs=False),
-    Scheme("in-place", "in-place", sharing=False, runs=False),
-    Scheme("sharing", "sharing", in_place=False),
-    Scheme("in-place-sharing", "in-place and sharing", runs=False),
-    Scheme("sqrt", "√n checkpointing", planner="chen-sqrt"),
-    Scheme("selective", "selective checkpointing", planner="chen-selective"),
-    Scheme("auto", "auto, least peak", planner="auto"),
+from rekindle.report.schemes_report import SCHEMES, Estimate, Measured, Scheme, SizeResult, Study
+from rekindle.studies.model_runs import (
+    Profiled,
+    Tell,
+    check_can_run,
+    is_named_gpu,
+    named,
+    profiled,
+    profiled_work,
 )
 
+FEATURE_ROLES = (Role.ACTIVATION, Role.GRAD_MAP, Role.TEMP, Role.OUTPUT)
+_FORECAST_DEVICE = "H200"
+_FREE_MEMORY_RATIO = 1.25  # a step is run where its peak, times this, is free
 
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """What a scheme comes to; `added_us` is the time of what is computed again."""
+# Operators that make a weight's gradient from its terms: a sum, or a cast to another precision.
+_SUMMING = frozenset({"aten.add.Tensor", "aten.add_.Tensor", "aten._to_copy.default"})
 
-    feature_bytes: int
-    added_us: float
+FreeBytes = Callable[[torch.device], int]
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """What a step that was run took beyond what was there before it, weights' gradients included.
+def free_bytes(device: torch.device) -> int:
+    """The free memory of a device; all memory where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    info = Path("/proc/meminfo")
+    if info.exists():
+        rows = dict(line.split(":") for line in info.read_text(encoding="ascii").splitlines())
+        return int(rows["MemAvailable"].split()[0]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
-    `forecast_bytes` is what the simulator had said.
+
+def compare_schemes(
+    model: str,
+    sizes: Sequence[int] | None = None,
+    *,
+    measure: bool = False,
+    how: Mapping[str, Any] | None = None,
+    tell: Tell = lambda stage: None,
+    free_bytes: FreeBytes = free_bytes,
+) -> Study:
+    """All schemes on a family of models in several sizes, or on one model in the size it has.
+
+    `how` has batch, precision and device, where they are given. With `measure`, steps for which
+    `free_bytes` leaves room are run, too.
     """
+    asked = {name: value for name, value in (how or {}).items() if value is not None}
+    if measure:
+        check_can_run(model, asked.get("device"))
+        asked.setdefault("device", "cpu")
+    family = _family(model)
+    if sizes is not None and family is None:
+        raise ModelError(
+            f"{model} has one size only: leave --sizes out, or name {' or '.join(FAMILIES)}"
+        )
+    free = free_bytes if measure else None
+    if family is not None:
+        return _grown(family, asked, sizes, free, tell)
+    return _single(model, asked, free, tell)
 
-    peak_bytes: int
-    forecast_bytes: int
+
+def _family(model: str) -> Family | None:
+    """The family of that name; None for a model of one size."""
+    is_plain_name = ":" not in model and not model.endswith((".py", SAVED_SUFFIX))
+    if is_plain_name and model not in FAMILIES and model not in MODELS:
+        known = dict.fromkeys((*FAMILIES, *MODELS))
+        raise ModelError(
+            f"no model named {model!r}{did_you_mean(model, known)};"
+            " or path/to/file.py:function for one of your own"
+        )
+    return FAMILIES.get(model)
 
 
-@dataclass(frozen=True)
-class SizeResult:
-    """All schemes on a model of one size, by their names. `size` is None where it has only one."""
+def _grown(
+    family: Family,
+    how: dict[str, Any],
+    sizes: Sequence[int] | None,
+    free: FreeBytes | None,
+    tell: Tell,
+) -> Study:
+    """All schemes on the given sizes, or on the default ones: fewer and smaller on a CPU."""
+    device = how.pop("device", _FORECAST_DEVICE)
+    if is_named_gpu(device):
+        find_device(device)  # refuses an unknown name before the work starts
+    else:
+        how["device"] = device
+    for size in sizes or ():
+        family.check(size)
+    is_slow = free is not None and device == "cpu"
+    extent = family.cpu_extent if is_slow else family.extent
+    if is_slow:
+        how.setdefault("batch", family.cpu_batch)
 
-    size: int | None
-    n_ops: int
-    step_us: float
-    estimates: Mapping[str, Estimate]
-    measured: Mapping[str, Measured]
+    results, steps = [], []
+    for size in sizes or (family.cpu_sizes if is_slow else family.sizes):
+
+        def make(size: int = size) -> models.Workload:
+            return family.build(size, **how, **extent)
+
+        def tell_size(stage: str, size: int = size) -> None:
+            tell(f"{family.size_name} {size}: {stage}")
+
+        step, taken = _profiled(make, family.name, device, free, tell_size)
+        results.append(_result(step, taken, size, tell_size))
+        steps.append(step)
+    title = family.title.format(**extent)
+    first = next((step for step in steps if _has_measured_times(step)), steps[0])
+    return _study(first, results, family.name, title, family.size_name)
 
 
-@dataclass(frozen=True)
-class Study:
-    """All schemes on a model in several sizes, from the smallest up.
+def _single(model: str, how: dict[str, Any], free: FreeBytes | None, tell: Tell) -> Study:
+    """All schemes on a model with one size."""
+    taken: dict[str, Measured] = {}
+    if free is not None:
+        make = partial(models.load, model, **how)
+        step, taken = _profiled(make, model, how["device"], free, tell)
+    else:
+        if not model.endswith(SAVED_SUFFIX):
+            how.setdefault("device", _FORECAST_DEVICE)
+        step = profiled(model, how, cache=True, tell=tell)
+    name = step.about.get("model") or model
+    return _study(step, [_result(step, taken, None, tell)], name, name, "")
 
-    `size_name` says what a size is, a depth for one; it is "" where there is only one.
-    """
 
-    model: str
-    title: str
-    size_name: str
-    batch: int | None
-    precision: str
-    device: str
-    is_measured: bool  # the times of ops, and not estimated
-    results: tuple[SizeResult, ...]
+def _profiled(
+    make: Callable[[], models.Workload],
+    name: str,
+    device: str,
+    free: FreeBytes | None,
+    tell: Tell,
+) -> tuple[Profiled, dict[str, Measured]]:
+    """A step and its costs; and its measured peaks, if it is to be run and fits."""
+    tell("building")
+    work = make()
+    if free is None:
+        return profiled_work(work, name, device, cache=True, runs=3, tell=tell), {}
+    tell("capturing")
+    with named(name):
+        captured = rekindle.capture(work.train_step, work.model, work.optimizer, work.batch)
+    about = {"model": work.name, "batch": work.batch_size, "precision": work.precision}
+    forecast = rekindle.profile(captured, device=_FORECAST_DEVICE)
+    if _FREE_MEMORY_RATIO * forecast_bytes(captured.graph, forecast) > free(captured.device):
+        return Profiled(captured.graph, forecast, about), {}
+    tell("profiling")
+    with named(name):
+        profile = rekindle.profile(captured, progress=tell)
+        taken = _measured(work, captured, profile, tell)
+    return Profiled(captured.graph, profile, about), taken
 
-    @property
-    def growths(self) -> dict[str, float]:
-        """The exponent with which each scheme's feature maps grow over the two largest sizes."""
-        last = self.results[-2:]
-        sizes = [result.size for result in last if result.size is not None]
-        if len(sizes) < 2:
-            return {}
-        return {
-            scheme.name: growth(sizes, [each.estimates[scheme.name].feature_bytes for each in last])
-            for scheme in SCHEMES
-        }
+
+def _measured(
+    work: models.Workload, captured: CapturedStep, profile: Profile, tell: Tell
+) -> dict[str, Measured]:
+    """The measured peaks of the schemes that can be run: as torch runs them, and as planned."""
+    parts = (work.train_step, work.model, work.optimizer, work.batch)
+    found = {}
+    for scheme in SCHEMES:
+        if not scheme.runs:
+            continue
+        tell(f"running with {scheme.label}")
+        plan = None
+        step = partial(work.train_step, *parts[1:])
+        if scheme.planner is not None:
+            plan = least_plan(captured.graph, profile, scheme.planner)
+            planned = rekindle.optimize(*parts, plan=plan, engine="python")
+            step = partial(planned, work.batch)
+        step()
+        before = 0  # on the CPU, the allocator is watched from the start of the step
+        if captured.device.type == "cuda":
+            before = torch.cuda.memory_allocated(captured.device)
+        peak = peak_bytes(step, captured.device, tuple)
+        forecast = forecast_bytes(captured.graph, profile, plan)
+        found[scheme.name] = Measured(peak - before, forecast)
+    return found
+
+
+def _result(step: Profiled, taken: dict[str, Measured], size: int | None, tell: Tell) -> SizeResult:
+    estimates = estimate(step.graph, step.profile, tell)
+    return SizeResult(size, len(step.graph.ops), step.profile.step_us, estimates, taken)
+
+
+def _study(
+    step: Profiled, results: list[SizeResult], model: str, title: str, size_name: str
+) -> Study:
+    return Study(
+        model=model,
+        title=title,
+        size_name=size_name,
+        batch=step.about.get("batch"),
+        precision=step.about.get("precision") or "",
+        device=step.profile.device,
+        is_measured=_has_measured_times(step),
+        results=tuple(results),
+    )
+
+
+def _has_measured_times(step: Profiled) -> bool:
+    return any(cost.is_measured for cost in step.profile.costs)
 
 
 def estimate(
@@ -120,8 +240,8 @@ def estimate(
     tell: Callable[[str], None] = lambda label: None,
     schemes: Sequence[Scheme] = SCHEMES,
 ) -> dict[str, Estimate]:
-    """The bytes of a step's feature maps under each scheme. `tell` hears which one is next."""
-    whole = _with_roles(graph)
+    """The bytes of a step's feature maps under each scheme; `tell` gets the name of the next."""
+    whole = mark_weight_tensors(graph)
     features, costs = _features_alone(whole, profile)
     found = {}
     for scheme in schemes:
@@ -137,7 +257,7 @@ def least_plan(graph: StepGraph, profile: Profile, planner: str) -> Plan:
     """The plan of least peak that a planner finds."""
     make = find_planner(planner)
     try:
-        plan = make(graph, profile, 1)  # no step does with one byte
+        plan = make(graph, profile, 1)  # infeasible: the error has the least peak
     except InfeasibleBudget as error:
         plan = make(graph, profile, error.least_peak_bytes)
     plan.check(graph)
@@ -145,23 +265,14 @@ def least_plan(graph: StepGraph, profile: Profile, planner: str) -> Plan:
 
 
 def forecast_bytes(graph: StepGraph, profile: Profile, plan: Plan | None = None) -> int:
-    """The most that a step takes beyond what was there before it, weights' gradients included."""
+    """The peak of a step above the memory before it, gradients of weights included."""
     trace = simulate(graph, profile, plan)
-    there = trace.sizes_bytes[trace.liveness.is_resident].sum()
-    return trace.peak_bytes - trace.overhead_bytes - int(there)
+    resident = trace.sizes_bytes[trace.liveness.is_resident].sum()
+    return trace.peak_bytes - trace.overhead_bytes - int(resident)
 
 
-def growth(sizes: Sequence[int], nbytes: Sequence[int]) -> float:
-    """The exponent with which bytes grow with size: 1 if twice the size takes twice the bytes.
-
-    >>> round(growth([1, 4, 16], [10, 20, 40]), 3)
-    0.5
-    """
-    return float(np.polyfit(np.log(sizes), np.log(np.maximum(nbytes, 1)), 1)[0])
-
-
-def _with_roles(graph: StepGraph) -> StepGraph:
-    """The same step, where all that belongs to the weights has the role of their gradients."""
+def mark_weight_tensors(graph: StepGraph) -> StepGraph:
+    """The same step, with the role of a gradient for all tensors that belong to weights."""
     storage_of = [value.storage for value in graph.values]
     made_in: dict[int, Phase] = {}
     for op in graph.ops:
@@ -184,10 +295,10 @@ def _with_roles(graph: StepGraph) -> StepGraph:
 
 
 def _features_alone(graph: StepGraph, profile: Profile) -> tuple[StepGraph, Profile]:
-    """The step as it would be if gradients of weights and ops' scratch space took no memory.
+    """The step as if gradients of weights and workspaces of ops took no memory.
 
-    A planner looks at all of a step's memory, and where gradients fill it up at the end of the
-    backward pass, would see no use in saving feature maps before.
+    Planners minimise the peak of the whole step. If gradients make that peak, at the end of the
+    backward pass, saving feature maps earlier would not pay.
     """
     storages = (
         replace(storage, nbytes=0) if storage.role is Role.GRAD else storage

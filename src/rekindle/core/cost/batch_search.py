@@ -7,6 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from rekindle.core.notebook import html_table, one_line
+from rekindle.units import format_bytes
+
 MOST = 1 << 24  # samples: no batch that is looked for is larger
 
 _PATIENCE = 6  # tries along lines before one in the middle
@@ -47,6 +50,18 @@ class LargestBatch:
     at_least: float | None = None
     quick: Fit | None = None
     least_bytes: int | None = None
+
+    def _facts(self) -> dict[str, object]:
+        def shown(fit: Fit | None) -> str:
+            return f"{fit.batch:,} at {fit.samples_per_s:,.1f} samples/s" if fit else "none fits"
+
+        facts: dict[str, object] = {"plain": shown(self.plain), "planned": shown(self.planned)}
+        if self.at_least is not None:
+            facts[f"planned, at least {self.at_least:.0%} of plain's speed"] = shown(self.quick)
+        return facts | {"budget": format_bytes(self.budget_bytes), "device": self.device}
+
+    __repr__ = one_line
+    _repr_html_ = html_table
 
 
 class Between(NamedTuple):

@@ -10,7 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rekindle.core.graph.graph import StepGraph
+from rekindle.core.notebook import html_table, one_line
 from rekindle.errors import ProfileError
+from rekindle.units import format_us
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,18 @@ class Profile:
                 f"ops) than the one given ({graph.fingerprint}, {len(graph.ops)} ops): profile it "
                 "anew with rekindle.profile(captured)."
             )
+
+    def _facts(self) -> dict[str, object]:
+        is_measured = any(cost.is_measured for cost in self.costs)
+        return {
+            "device": self.device,
+            "step": format_us(self.step_us),
+            "ops": f"{len(self.costs):,}, {'measured' if is_measured else 'estimated'}",
+            "graph": self.fingerprint,
+        }
+
+    __repr__ = one_line
+    _repr_html_ = html_table
 
 
 def _transfer_us(nbytes: int, latency_us: float, bytes_per_us: float) -> float | None:

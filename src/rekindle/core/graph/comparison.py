@@ -10,6 +10,8 @@ from rekindle.core.cost.profile import Profile
 from rekindle.core.graph.graph import StepGraph
 from rekindle.core.graph.schedule import Plan
 from rekindle.core.graph.simulate import Trace
+from rekindle.core.notebook import html_table, one_line
+from rekindle.units import format_bytes, format_us
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,23 @@ class Comparison:
     def captured_us(self) -> float:
         """The median time of a captured step."""
         return _warm_median(self.captured_samples_us)
+
+    def _facts(self) -> dict[str, object]:
+        verdict = "not compared" if not self.compared else "equal" if self.equal else "different"
+        steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
+        facts: dict[str, object] = {"result": f"{verdict} after {steps}"}
+        if self.plain_fits:
+            facts["plain"] = f"{format_bytes(self.plain_peak_bytes)} in {format_us(self.plain_us)}"
+        peak, time = format_bytes(self.captured_peak_bytes), format_us(self.captured_us)
+        facts["captured"] = f"{peak} in {time}"
+        if self.budget_bytes is not None:
+            facts["budget"] = format_bytes(self.budget_bytes)
+        if self.differences:
+            facts["differences"] = f"{len(self.differences)}: {', '.join(self.differences[:3])}"
+        return facts
+
+    __repr__ = one_line
+    _repr_html_ = html_table
 
 
 def _warm_median(samples_us: tuple[float, ...]) -> float:

@@ -16,6 +16,9 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
+from rekindle.core.notebook import html_table, one_line
+from rekindle.units import format_bytes, format_count
+
 
 class Phase(Enum):
     """The part of the training step an op belongs to."""
@@ -198,3 +201,15 @@ class StepGraph:
         for storage in self.storages:
             sums[storage.role] += storage.nbytes
         return sums
+
+    def _facts(self) -> dict[str, object]:
+        sizes = {role.value: n for role, n in self.bytes_by_role().items() if n}
+        return {
+            "ops": f"{len(self.ops):,}",
+            "FLOPs": format_count(sum(self.flops_by_phase().values())),
+            "graph": self.fingerprint,
+            **{role: format_bytes(nbytes) for role, nbytes in sizes.items()},
+        }
+
+    __repr__ = one_line
+    _repr_html_ = html_table

@@ -18,7 +18,9 @@ from typing import NamedTuple
 
 from rekindle.core.graph.dataflow import Dataflow, dataflow
 from rekindle.core.graph.graph import Op, StepGraph
+from rekindle.core.notebook import html_table, one_line
 from rekindle.errors import InvalidSchedule, PlanError
+from rekindle.units import format_bytes, format_us
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,22 @@ class Plan:
                 f"({graph.fingerprint}): plan it anew with rekindle.plan(graph, profile, budget=…)."
             )
         check(graph, self.schedule)
+
+    def _facts(self) -> dict[str, object]:
+        dropped = sum(not decision.is_kept for decision in self.decisions)
+        facts: dict[str, object] = {
+            "planner": self.planner,
+            "budget": format_bytes(self.budget_bytes),
+            "peak": format_bytes(self.peak_bytes),
+            "dropped": f"{dropped:,} of {len(self.decisions):,} activations",
+            "added time": format_us(self.recompute_us),
+        }
+        if self.bound_us is not None:
+            facts["lower bound"] = format_us(self.bound_us)
+        return facts | {"graph": self.fingerprint}
+
+    __repr__ = one_line
+    _repr_html_ = html_table
 
 
 @dataclass(slots=True)

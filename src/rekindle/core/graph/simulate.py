@@ -13,7 +13,9 @@ from rekindle.core.graph.dataflow import dataflow
 from rekindle.core.graph.graph import Role, StepGraph
 from rekindle.core.graph.liveness import Liveness, analyze
 from rekindle.core.graph.schedule import Compute, Plan
+from rekindle.core.notebook import html_table, one_line
 from rekindle.errors import InvalidSchedule
+from rekindle.units import format_bytes, format_us
 
 ROLES = tuple(Role)
 
@@ -86,6 +88,18 @@ class Trace:
         there = (lives.start <= position) & (position <= lives.end)
         indices = np.sort(lives.storage[there & (self.sizes_bytes[lives.storage] > 0)])
         return [int(i) for i in indices[np.argsort(-self.sizes_bytes[indices], kind="stable")]]
+
+    def _facts(self) -> dict[str, object]:
+        facts: dict[str, object] = {"peak": format_bytes(self.peak_bytes)}
+        if len(self.ops):
+            facts["at"] = self.graph.ops[self.peak_op].name
+        facts |= {"step": format_us(self.step_us), "positions": f"{len(self.ops):,}"}
+        if self.recompute_us:
+            facts["recomputation"] = format_us(self.recompute_us)
+        return facts
+
+    __repr__ = one_line
+    _repr_html_ = html_table
 
 
 def simulate(graph: StepGraph, profile: Profile, plan: Plan | None = None) -> Trace:

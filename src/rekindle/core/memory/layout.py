@@ -23,6 +23,8 @@ from rekindle.core.graph.graph import Op, Role, StepGraph
 from rekindle.core.graph.liveness import analyze
 from rekindle.core.graph.schedule import Compute, Free, Instruction, Plan, ResolvedCompute, resolve
 from rekindle.core.memory.packing import Ints, least_bytes, pack
+from rekindle.core.notebook import html_table, one_line
+from rekindle.units import format_bytes
 
 ALIGNMENT = 512
 
@@ -66,6 +68,17 @@ class Layout:
     def ratio(self) -> float:
         """The arena, as a multiple of the most bytes that are there at once."""
         return self.arena_bytes / self.lower_bound_bytes if self.lower_bound_bytes else 1.0
+
+    def _facts(self) -> dict[str, object]:
+        return {
+            "arena": format_bytes(self.arena_bytes),
+            "lower bound": format_bytes(self.lower_bound_bytes),
+            "pieces": f"{len(self.storage):,}",
+            "in place": f"{len(self.reuses):,} ops",
+        }
+
+    __repr__ = one_line
+    _repr_html_ = html_table
 
 
 def layout(

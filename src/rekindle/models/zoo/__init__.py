@@ -1,1 +1,1 @@
-"""Models built from configurations."""
+"""The zoo: models with random weights and random data."""

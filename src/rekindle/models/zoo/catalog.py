@@ -1,4 +1,4 @@
-"""The zoo's table, and how a row of it becomes a workload."""
+"""The models of the zoo by name, and how they are built."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch.optim import AdamW
 
 from rekindle.errors import ModelError
 from rekindle.models.workload import (
+    ModelParts,
     ModelSpec,
-    Parts,
     Workload,
     check_batch,
     check_device,
@@ -64,7 +64,7 @@ MODELS: dict[str, ModelSpec] = {
 
 
 def available() -> list[ModelSpec]:
-    """Every model of the zoo, small ones of a family before large ones.
+    """Every model of the zoo; within a family, small ones first.
 
     >>> [spec.name for spec in available() if spec.needs is None]
     ['mlp', 'lstm']
@@ -73,18 +73,18 @@ def available() -> list[ModelSpec]:
 
 
 def build(
-    name: str,
+    name: str | ModelSpec,
     *,
     batch: int | None = None,
     precision: str = "fp32",
     device: str | torch.device = "cpu",
     **size: int,
 ) -> Workload:
-    """Build a model of the zoo with its optimizer, a batch of random data and its training step.
+    """Build a model with its optimizer, a batch of random data and its training step.
 
-    The numbers depend on the name and the sizes alone: model and batch are drawn on the CPU from a
-    fixed seed, whatever the device, and the global generators are left as they were. ``size`` takes
-    the model's own arguments, which ``ModelSpec.sizes`` lists.
+    The numbers depend on name and sizes alone: model and batch are drawn on the CPU from a fixed
+    seed, and the global generators are not changed. ``size`` has arguments of the model, which
+    ``ModelSpec.sizes`` lists. A ``ModelSpec`` in place of the name need not be in the zoo.
 
     >>> work = build("mlp", batch=4, hidden=8)
     >>> [tuple(part.shape) for part in work.batch]
@@ -93,18 +93,7 @@ def build(
     >>> loss.shape
     torch.Size([])
     """
-    return build_spec(find(name), batch=batch, precision=precision, device=device, **size)
-
-
-def build_spec(
-    spec: ModelSpec,
-    *,
-    batch: int | None = None,
-    precision: str = "fp32",
-    device: str | torch.device = "cpu",
-    **size: int,
-) -> Workload:
-    """What `build` does for a model that need not be in the zoo."""
+    spec = name if isinstance(name, ModelSpec) else find(name)
     batch_size = spec.default_batch if batch is None else batch
     check_batch(batch_size)
     check_precision(precision)
@@ -128,27 +117,27 @@ def build_spec(
 
 
 def find(name: str) -> ModelSpec:
-    """The row of that name, or an error that offers the nearest one."""
+    """The model of that name; the error for an unknown name suggests the closest."""
     if name not in MODELS:
         raise ModelError(f"no model named {name!r}{did_you_mean(name, MODELS)}")
     return MODELS[name]
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of an error message: the closest known name, if any is close, and all of them."""
+    """The end of an error message: the closest known name, if there is one, and all of them."""
     known = list(known)
     close = difflib.get_close_matches(name, known, n=1)
     hint = f", did you mean {close[0]!r}?" if close else ";"
     return f"{hint} known: {', '.join(known)}"
 
 
-def _seeded_parts(spec: ModelSpec, batch: int, size: dict[str, int]) -> Parts:
+def _seeded_parts(spec: ModelSpec, batch: int, size: dict[str, int]) -> ModelParts:
     for argument in size:
         if argument not in spec.sizes:
             raise ModelError(
                 f"{spec.name} has no size {argument!r}{did_you_mean(argument, spec.sizes)}"
             )
-    # Not torch.manual_seed: that would seed the GPU's generators too, which stay the caller's.
+    # Not torch.manual_seed, which would also seed the GPU's generators.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(SEED)
         return spec.build_fn(batch, **size)

@@ -1,4 +1,4 @@
-"""Models that come in any size: how memory grows with depth or length is studied on them."""
+"""Models of any size, to study how memory grows with depth or length."""
 
 from __future__ import annotations
 
@@ -8,25 +8,26 @@ from functools import partial
 from typing import Any
 
 from rekindle.errors import ModelError
-from rekindle.models.workload import ModelSpec, Parts, Workload
+from rekindle.models.workload import ModelParts, ModelSpec, Workload
 from rekindle.models.zoo import small, vision
-from rekindle.models.zoo.catalog import build_spec
+from rekindle.models.zoo.catalog import build
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
     """A model in many sizes. `size_name` says what a size is: a depth, a length.
 
-    `sizes` are those shown unless others are asked for. The last three are for steps that are
-    really run on a CPU, which takes longer: sizes, batch, and other arguments of the builder.
+    `sizes`, `extent` (further arguments of the builder, which the title names) and `default_batch`
+    are the defaults; those with `cpu_` are for steps that are run on a CPU, which is slow.
     """
 
     name: str
-    title: Callable[..., str]
+    title: str
     size_name: str
     sizes: tuple[int, ...]
+    extent: dict[str, int]
     default_batch: int
-    build_fn: Callable[..., Parts]
+    build_fn: Callable[..., ModelParts]
     check: Callable[[int], None]
     needs: str | None
     cpu_sizes: tuple[int, ...]
@@ -34,19 +35,11 @@ class Family:
     cpu_extent: dict[str, int]
 
     def build(self, size: int, **how: Any) -> Workload:
-        """The member of that size; `how` is what `models.build` takes."""
+        """The model of that size; `how` has further arguments of `models.build`."""
         self.check(size)
         build_fn = partial(self.build_fn, size)
         spec = ModelSpec(f"{self.name}-{size}", "", self.default_batch, build_fn, self.needs)
-        return build_spec(spec, **how)
-
-
-def _resnet_title(image: int = 224) -> str:
-    return f"ResNet on {image}x{image} images"
-
-
-def _lstm_title() -> str:
-    return "Unrolled LSTM, 2 layers of 256"
+        return build(spec, **how)
 
 
 def _check_depth(depth: int) -> None:
@@ -56,7 +49,7 @@ def _check_depth(depth: int) -> None:
     below = depth - (depth - 2) % 3
     near = f"{below} or {below + 3}" if below >= least else f"{least}"
     raise ModelError(
-        f"a ResNet has 3 layers for each of its 4 or more blocks and 2 beside them, and {depth} is "
+        f"a ResNet has 3 layers for each of its 4 or more blocks and 2 besides, and {depth} is "
         f"no such depth: take {near}"
     )
 
@@ -71,9 +64,10 @@ FAMILIES: dict[str, Family] = {
     for family in (
         Family(
             name="resnet",
-            title=_resnet_title,
+            title="ResNet on {image}x{image} images",
             size_name="depth",
             sizes=(50, 152, 500, 1001),
+            extent={"image": 224},
             default_batch=32,
             build_fn=vision.resnet_of_depth,
             check=_check_depth,
@@ -84,9 +78,10 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(
             name="lstm",
-            title=_lstm_title,
+            title="Unrolled LSTM, 2 layers of 256",
             size_name="length",
             sizes=(16, 32, 64, 128),
+            extent={},
             default_batch=32,
             build_fn=small.lstm_stepped,
             check=_check_length,

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rekindle.models.workload import Parts
+from rekindle.models.workload import ModelParts
 
 
 def classification_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -19,7 +19,7 @@ def classification_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tenso
 
 def mlp(
     batch: int, *, features: int = 784, hidden: int = 512, layers: int = 4, classes: int = 10
-) -> Parts:
+) -> ModelParts:
     """A plain chain: the shape on which checkpointing has a textbook answer."""
     widths = [features] + [hidden] * layers
     blocks: list[nn.Module] = []
@@ -28,7 +28,7 @@ def mlp(
     model = nn.Sequential(*blocks, nn.Linear(widths[-1], classes))
     inputs = torch.randn(batch, features)
     targets = torch.randint(classes, (batch,))
-    return Parts(model, (inputs, targets), classification_loss)
+    return ModelParts(model, (inputs, targets), classification_loss)
 
 
 class LSTMCell(nn.Module):
@@ -88,18 +88,18 @@ def next_token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 def lstm(
     batch: int, *, sequence: int = 32, hidden: int = 256, vocab: int = 1000, layers: int = 2
-) -> Parts:
+) -> ModelParts:
     """Next-token prediction; the graph grows with ``sequence``, the parameters do not."""
     model = LSTMLanguageModel(vocab, hidden, layers)
     text = torch.randint(vocab, (batch, sequence + 1))
     tokens, targets = text[:, :-1].contiguous(), text[:, 1:].contiguous()
-    return Parts(model, (tokens, targets), next_token_loss)
+    return ModelParts(model, (tokens, targets), next_token_loss)
 
 
 class SteppedLSTM(LSTMLanguageModel):
-    """The same network; each position is embedded, scored and judged before the next one comes.
+    """The same network, with the loss of each position computed before the next position.
 
-    Nothing in it is as long as the sequence, but for what one position leaves to the next.
+    No tensor is as long as the sequence; only the states are kept for every position.
     """
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -116,18 +116,18 @@ class SteppedLSTM(LSTMLanguageModel):
 
 
 def stepped_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """What ``next_token_loss`` is, summed up on the way."""
+    """The same value as ``next_token_loss``, summed position by position."""
     assert isinstance(model, SteppedLSTM)
     return model.loss(*batch)
 
 
 def lstm_stepped(
     length: int, batch: int, *, hidden: int = 256, vocab: int = 1000, layers: int = 2
-) -> Parts:
-    """Next-token prediction over ``length`` positions, of which each has memory of its own only.
+) -> ModelParts:
+    """Next-token prediction over ``length`` positions, with the loss computed position by position.
 
-    In ``lstm``, the scores of all positions are there before the first loss is taken. That grows
-    with the sequence, whatever is dropped and computed again.
+    In ``lstm``, the scores of all positions are live before the first loss: memory that grows with
+    the sequence under every plan.
     """
     parts = lstm(batch, sequence=length, hidden=hidden, vocab=vocab, layers=layers)
-    return Parts(SteppedLSTM(vocab, hidden, layers), parts.batch, stepped_loss)
+    return ModelParts(SteppedLSTM(vocab, hidden, layers), parts.batch, stepped_loss)

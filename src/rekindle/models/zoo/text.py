@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from rekindle.models.workload import Parts, require
+from rekindle.models.workload import ModelParts, require
 
 IGNORED = -100  # the label that transformers and cross_entropy leave out of the loss
 MASKED_SHARE = 0.15  # of the tokens, as in BERT's own pre-training
@@ -21,7 +21,7 @@ def masked_token_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def _masked_tokens(batch: int, sequence: int, vocab: int) -> dict[str, Tensor]:
-    """The same number of masked tokens in each row, and never none: the mean of none is NaN."""
+    """The same number of masked tokens in each row, at least 1: the mean of none is NaN."""
     tokens = torch.randint(1, vocab - 1, (batch, sequence))  # 0 is padding, vocab - 1 is [MASK]
     count = max(1, round(MASKED_SHARE * sequence))
     chosen = torch.rand(batch, sequence).topk(count, dim=1).indices
@@ -40,7 +40,7 @@ def bert(
     heads: int = 12,
     hidden: int = 768,
     vocab: int = 30522,
-) -> Parts:
+) -> ModelParts:
     """Masked-language-model pre-training; the decoder shares the embedding's weight."""
     transformers = require("transformers")
     config = transformers.BertConfig(
@@ -54,7 +54,7 @@ def bert(
         attn_implementation="sdpa",
     )
     model = transformers.BertForMaskedLM(config)
-    return Parts(model, _masked_tokens(batch, sequence, vocab), masked_token_loss)
+    return ModelParts(model, _masked_tokens(batch, sequence, vocab), masked_token_loss)
 
 
 def causal_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -65,9 +65,9 @@ def causal_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def _causal_attention() -> str:
     """Register transformers' sdpa attention under a name for which it makes no mask.
 
-    Under the name "sdpa" GPT-2 looks at position ids to see whether sequences are packed, and
-    assumes the worst on fake tensors: the captured step would build a mask that the real one does
-    not, and attention would run another kernel. Without a mask both take the causal kernel.
+    Under the name "sdpa", GPT-2 reads position ids to see whether sequences are packed, and assumes
+    that they are on fake tensors: the captured step would build a mask that the real one does not,
+    and attention would run another kernel. Without a mask both run the causal kernel.
     """
     name = "rekindle_causal_sdpa"
     sdpa = require("transformers.integrations.sdpa_attention").sdpa_attention_forward
@@ -83,7 +83,7 @@ def gpt2(
     heads: int = 12,
     hidden: int = 768,
     vocab: int = 50257,
-) -> Parts:
+) -> ModelParts:
     """Next-token pre-training; the head shares the embedding's weight."""
     transformers = require("transformers")
     config = transformers.GPT2Config(
@@ -98,5 +98,5 @@ def gpt2(
         attn_implementation=_causal_attention(),
     )
     model = transformers.GPT2LMHeadModel(config)
-    model.loss_type = "ForCausalLM"  # what it falls back to, without its warning
-    return Parts(model, {"input_ids": torch.randint(vocab, (batch, sequence))}, causal_loss)
+    model.loss_type = "ForCausalLM"  # its default, set without a warning
+    return ModelParts(model, {"input_ids": torch.randint(vocab, (batch, sequence))}, causal_loss)

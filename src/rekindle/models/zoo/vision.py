@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from rekindle.models.workload import Parts, require
+from rekindle.models.workload import ModelParts, require
 from rekindle.models.zoo.small import classification_loss
 
 
@@ -13,25 +13,25 @@ def _images(batch: int, image: int, classes: int) -> tuple[Tensor, Tensor]:
     return torch.randn(batch, 3, image, image), torch.randint(classes, (batch,))
 
 
-def resnet(depth: int, batch: int, *, image: int = 224, classes: int = 1000) -> Parts:
+def resnet(depth: int, batch: int, *, image: int = 224, classes: int = 1000) -> ModelParts:
     """torchvision's own ``resnet<depth>``: 18, 34, 50, 101 or 152."""
     torchvision_models = require("torchvision.models")
     model = torchvision_models.get_model(f"resnet{depth}", weights=None, num_classes=classes)
-    return Parts(model, _images(batch, image, classes), classification_loss)
+    return ModelParts(model, _images(batch, image, classes), classification_loss)
 
 
-def resnet_of_depth(depth: int, batch: int, *, image: int = 224, classes: int = 1000) -> Parts:
-    """A ResNet of as many layers as asked for, of three to a block, and two beside the blocks.
+def resnet_of_depth(depth: int, batch: int, *, image: int = 224, classes: int = 1000) -> ModelParts:
+    """A ResNet with `depth` layers: three per block, and two besides the blocks.
 
-    It grows as ResNet-50, 101 and 152 do: almost only in its third stage.
+    Like ResNet-50, 101 and 152, it grows almost only in its third stage.
     """
     blocks, stages = (depth - 2) // 3, require("torchvision.models.resnet")
     model = stages.ResNet(stages.Bottleneck, blocks_of_stages(blocks), num_classes=classes)
-    return Parts(model, _images(batch, image, classes), classification_loss)
+    return ModelParts(model, _images(batch, image, classes), classification_loss)
 
 
 def blocks_of_stages(blocks: int) -> list[int]:
-    """How the blocks of a ResNet are divided among its four stages.
+    """The number of blocks in each of the four stages of a ResNet.
 
     >>> blocks_of_stages(16), blocks_of_stages(33), blocks_of_stages(50), blocks_of_stages(333)
     ([3, 4, 6, 3], [3, 4, 23, 3], [3, 8, 36, 3], [3, 8, 319, 3])
@@ -47,7 +47,7 @@ def blocks_of_stages(blocks: int) -> list[int]:
 
 def resnet_tiny(
     batch: int, *, image: int = 32, width: int = 16, blocks: int = 1, classes: int = 10
-) -> Parts:
+) -> ModelParts:
     """Three stages of torchvision's residual block: the same operators, a step in milliseconds.
 
     torchvision's ``ResNet`` fixes its widths at 64 to 512 channels, so the stages are put together
@@ -75,7 +75,7 @@ def resnet_tiny(
         nn.Flatten(),
         nn.Linear(channels, classes),
     )
-    return Parts(model, _images(batch, image, classes), classification_loss)
+    return ModelParts(model, _images(batch, image, classes), classification_loss)
 
 
 def vit(
@@ -87,7 +87,7 @@ def vit(
     heads: int = 12,
     hidden: int = 768,
     classes: int = 1000,
-) -> Parts:
+) -> ModelParts:
     """torchvision's vision transformer; at these defaults it is ``vit_b_16``."""
     model = require("torchvision.models.vision_transformer").VisionTransformer(
         image_size=image,
@@ -98,4 +98,4 @@ def vit(
         mlp_dim=4 * hidden,
         num_classes=classes,
     )
-    return Parts(model, _images(batch, image, classes), classification_loss)
+    return ModelParts(model, _images(batch, image, classes), classification_loss)

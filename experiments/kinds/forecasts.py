@@ -1,4 +1,4 @@
-"""What is found on paper, on any machine: what peaks are made of, and the largest batches."""
+"""Forecasts, which need no GPU: what peaks consist of, and the largest batches."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ from rekindle.core.cost.roofline import analytic_profile
 from rekindle.core.graph.simulate import simulate
 from rekindle.report.fit_report import fit_data
 from rekindle.report.summary import peak_of
+from rekindle.studies.model_runs import find_largest_batch
 
-_LOOKED_AT = (8, 16)  # batch sizes from which all others follow
+_CAPTURED_BATCHES = (8, 16)  # the graphs of all other batch sizes follow from these
 
 
 def find_shares(settings: dict[str, Any], before: object, save: object) -> dict[str, Any]:
-    """What the plain step's peak is made of at several batch sizes, as a GPU would run it."""
-    small, large = (_captured(settings, batch) for batch in _LOOKED_AT)
-    growth = Growth(Sized(_LOOKED_AT[0], small.graph), Sized(_LOOKED_AT[1], large.graph))
+    """What the plain step's peak consists of at several batch sizes, as a GPU would run it."""
+    small, large = (_captured(settings, batch) for batch in _CAPTURED_BATCHES)
+    growth = Growth(
+        Sized(_CAPTURED_BATCHES[0], small.graph), Sized(_CAPTURED_BATCHES[1], large.graph)
+    )
     device = find_device(settings["gpu"])
     rows = []
     for batch in settings["batches"]:
         graph = growth.at(batch)
-        peak = peak_of(graph, simulate(graph, analytic_profile(graph, device)))
+        peak = peak_of(simulate(graph, analytic_profile(graph, device)))
         parts = {part.label: part.nbytes for part in peak.parts}
         rows.append({"batch": batch, "peak_bytes": peak.nbytes, "parts": parts})
     return {"model": settings["model"], "batches": rows}
@@ -32,16 +35,11 @@ def find_shares(settings: dict[str, Any], before: object, save: object) -> dict[
 
 def find_fits(settings: dict[str, Any], before: object, save: object) -> dict[str, Any]:
     """The largest batches of a model that a budget holds, plain and planned."""
-    how = {"precision": settings["precision"]}
-    work = models.build(settings["model"], batch=_LOOKED_AT[0], **how)
-
-    def make_batch(size: int) -> Any:
-        return models.build(settings["model"], batch=size, **how).batch
-
-    found = rekindle.max_batch(
-        *(work.train_step, work.model, work.optimizer, make_batch),
-        budget=settings["budget"],
+    found, _ = find_largest_batch(
+        settings["model"],
+        settings["budget"],
         device=settings["gpu"],
+        precision=settings["precision"],
         at_least=settings["at_least"],
     )
     return fit_data(found)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from support.tiny_step import ABOUT, MIB, OVERHEAD_BYTES, PEAK_BYTES, tiny_step
 
-from rekindle.report.tables import profile_data, write_csv
+from rekindle.report.data import step_data, write_csv
+from rekindle.report.summary import summarize
 
 # what is in use: residents 2 MiB and libraries' 102,400 bytes throughout
 CSV = """\
@@ -24,13 +25,13 @@ index,name,target,phase,module,source,time_us,workspace_bytes,flops,moved_bytes,
 
 def test_csv(tmp_path: Path) -> None:
     path = tmp_path / "ops.csv"
-    write_csv(path, *tiny_step())
+    write_csv(path, summarize(*tiny_step()))
     assert path.read_text() == CSV
 
 
 def test_json() -> None:
     graph, profile, trace = tiny_step()
-    data = profile_data(graph, profile, trace, ABOUT)
+    data = step_data(summarize(graph, profile, trace, ABOUT))
     assert json.loads(json.dumps(data, allow_nan=False)) == data  # plain types throughout
     assert {key: data[key] for key in ("model", "batch", "precision", "device", "method")} == {
         **ABOUT,
