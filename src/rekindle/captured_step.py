@@ -16,9 +16,8 @@ from torch import nn
 from rekindle.core.cost.profile import Profile
 from rekindle.core.graph.graph import StepGraph
 from rekindle.core.graph.liveness import analyze
-from rekindle.core.graph.schedule import Plan
+from rekindle.core.graph.schedule import Plan, schedule_of
 from rekindle.core.graph.simulate import simulate
-from rekindle.core.memory.layout import schedule_of
 from rekindle.engines.cudagraph.graph_engine import CudaGraphEngine
 from rekindle.engines.expandable_segments import growing_for
 from rekindle.engines.program import Program

@@ -11,8 +11,7 @@ from torch import nn
 import rekindle
 from rekindle.core.graph.graph import StepGraph
 from rekindle.core.graph.liveness import analyze
-from rekindle.core.graph.schedule import check
-from rekindle.core.memory.layout import schedule_of
+from rekindle.core.graph.schedule import check, schedule_of
 from rekindle.core.rewrite.backward_order import free_first
 from rekindle.measuring.bitwise_compare import compare
 

@@ -87,8 +87,8 @@ def test_a_plan_of_another_step() -> None:
 @pytest.mark.parametrize(
     ("instruction", "message"),
     [
-        (Free(3), r"storage 3 \(copy 0\): is freed, but is not there"),
-        (Free(2, 9), r"storage 2 \(copy 9\): is freed, but is not there"),
+        (Free(3), r"storage 3 \(copy 0\): is freed, but is not live"),
+        (Free(2, 9), r"storage 2 \(copy 9\): is freed, but is not live"),
         (Compute(7), "op 7: does not exist: there are 7"),
         (Compute(-1), "op -1: does not exist"),
     ],

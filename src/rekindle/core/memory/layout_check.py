@@ -10,8 +10,8 @@ from bisect import bisect_left, insort
 
 from rekindle.core.graph.dataflow import dataflow
 from rekindle.core.graph.graph import StepGraph
-from rekindle.core.graph.schedule import Free, Plan, ResolvedCompute, resolve
-from rekindle.core.memory.layout import Layout, Piece, schedule_of
+from rekindle.core.graph.schedule import Free, Plan, ResolvedCompute, resolve, schedule_of
+from rekindle.core.memory.layout import Layout, Piece
 from rekindle.errors import InvalidLayout
 
 

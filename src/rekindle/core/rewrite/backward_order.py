@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from rekindle.core.graph.graph import Op, Phase, StepGraph
+from rekindle.core.graph.graph import Op, OpKind, Phase, StepGraph
 from rekindle.core.graph.liveness import analyze
 
 
@@ -58,7 +58,7 @@ class _Order:
         """Put the next op, in captured order, where it is to be."""
         op, place = self.graph.ops[index], len(self.order)
         target = place
-        if op.phase is not Phase.BACKWARD or op.is_random or op.target.startswith("rekindle."):
+        if op.phase is not Phase.BACKWARD or op.is_random or op.kind is not OpKind.OPERATOR:
             self.moves_from = place + 1
         else:
             target = self._target(op, place)

@@ -19,9 +19,8 @@ import numpy as np
 
 from rekindle.core.cost.profile import OpCost, Profile
 from rekindle.core.graph.graph import (
-    TOGETHER_TARGET,
-    UPDATE_TARGET,
     Op,
+    OpKind,
     Phase,
     Role,
     StepGraph,
@@ -123,7 +122,7 @@ def _together(index: int, members: Sequence[Op]) -> Op:
         members[-1],
         index=index,
         name=f"{members[-1].name}_together",
-        target=TOGETHER_TARGET,
+        target=OpKind.FOREACH.value,
         members=tuple(op.name for op in members),
         inputs=tuple(dict.fromkeys(v for op in members for v in op.inputs)),
         outputs=tuple(v for op in members for v in op.outputs),
@@ -280,7 +279,7 @@ def _update(index: int, serial: int, updates: Sequence[Update], number: dict[int
     return Op(
         index=index,
         name=f"early_update_{serial}",
-        target=UPDATE_TARGET,
+        target=OpKind.UPDATE.value,
         phase=Phase.OPTIMIZER,
         inputs=(*(number[update.grad] for update in updates), *params),
         outputs=(),
@@ -330,7 +329,7 @@ def carry_over(profile: Profile, graph: StepGraph, improved: StepGraph) -> Profi
 
 def _grad_bytes(graph: StepGraph, op: Op) -> list[int]:
     """The bytes of each gradient that an update reads; none for any other op."""
-    if op.target != UPDATE_TARGET:
+    if op.kind is not OpKind.UPDATE:
         return []
     return [graph.storages[storage].nbytes for storage in sorted(_grads_of(graph, op))]
 
