@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from rekindle.core.memory.allocator_steering import (
     APART_BYTES,
+    PAGE_BYTES,
     REST_BYTES,
     ROUND_BYTES,
     Arena,
@@ -18,9 +19,10 @@ from rekindle.core.memory.allocator_steering import (
     Mismatch,
     PlannedAddresses,
     Steering,
+    plan_arena,
+    rehearse,
     rounded,
 )
-from rekindle.core.memory.steering_rehearsal import PAGE_BYTES, plan_arena, rehearse
 
 MIB = 1 << 20
 
@@ -153,7 +155,7 @@ def test_pieces_go_where_they_are_wanted() -> None:
             for piece in asked:
                 address = arena.allocate(int(nbytes[piece]))
                 assert address == offsets[piece]
-                steering.took(address, int(nbytes[piece]))
+                steering.record_allocation(address, int(nbytes[piece]))
         steering.open_all()
         assert steering.plugged_bytes == 0
         assert arena.taken == {int(o): int(n) for o, n in zip(offsets, nbytes, strict=True)}
@@ -204,7 +206,7 @@ def test_a_piece_that_cannot_have_its_place_leaves_others_theirs() -> None:
         steering.arrange([piece])
         address = arena.allocate(8 * MIB)
         assert address is not None
-        steering.took(address, 8 * MIB)
+        steering.record_allocation(address, 8 * MIB)
         found.append(address // MIB)
     assert found == [0, 24, 16]
 
@@ -217,7 +219,7 @@ def test_an_allocator_that_does_something_else_is_noticed() -> None:
         steering.arrange([0])
     steering = Steering(Arena({0: 64 * MIB}), Arena({0: 64 * MIB}), wishes)
     with pytest.raises(Mismatch):
-        steering.took(70 * MIB, 4 * MIB)
+        steering.record_allocation(70 * MIB, 4 * MIB)
 
 
 @settings(deadline=None, max_examples=60)
@@ -239,7 +241,7 @@ def test_ops_that_do_not_behave(pieces: Blocks, chance: object, scale: float) ->
     where: dict[int, int] = {}
     for position in range(int(pieces.end.max(initial=-1)) + 1):
         asked = np.flatnonzero(pieces.start == position).tolist()
-        if steering.book.taken_bytes != real.taken_bytes:
+        if steering.model.taken_bytes != real.taken_bytes:
             steering = read()
         try:
             steering.arrange([piece for piece in asked if random() < 0.9])
@@ -255,17 +257,17 @@ def test_ops_that_do_not_behave(pieces: Blocks, chance: object, scale: float) ->
             real.free(temporary)
         for piece in asked:
             try:
-                steering.took(where[piece], int(pieces.nbytes[piece]))
+                steering.record_allocation(where[piece], int(pieces.nbytes[piece]))
             except Mismatch:
                 steering = read()
                 break
         for piece in np.flatnonzero(pieces.end == position).tolist():
             real.free(where[piece])
-            steering.gave_back(where.pop(piece))
+            steering.record_free(where.pop(piece))
         check(real)
-        check(steering.book)
-        if steering.book.taken_bytes == real.taken_bytes:
-            assert steering.book.taken == real.taken
+        check(steering.model)
+        if steering.model.taken_bytes == real.taken_bytes:
+            assert steering.model.taken == real.taken
         assert steering.plugged_bytes == sum(real.taken[plug] for plug in real.plugs)
     for plug in list(real.plugs):
         real.free(plug)

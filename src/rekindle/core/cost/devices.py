@@ -1,7 +1,7 @@
-"""GPUs by name: what an analytic profile needs to know of each.
+"""GPUs by name, with the figures that an analytic profile needs.
 
-Rates are the vendors' figures for dense matrices without sparsity; `roofline` holds what is
-reached of them. Users add their own with `add_device`.
+Rates are the vendors' figures for dense matrices; `roofline` holds the share that is reached. Users
+add their own GPUs with `add_device`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One kind of GPU. FLOP rates are in FLOP a microsecond (1 TFLOP/s = 1e6)."""
+    """One kind of GPU. FLOP rates are in FLOP per microsecond (1 TFLOP/s = 1e6)."""
 
     name: str
     memory_bytes: int
@@ -29,7 +29,7 @@ class Device:
     overhead_bytes: int = 10 * MIB  # libraries' workspaces that stay allocated
 
     def flops_per_us(self, dtype: str, *, tf32: bool = False) -> float:
-        """The rate of matrix products in a data type; float32 may run on tensor cores as TF32."""
+        """The rate of matmuls in a dtype; float32 may run on tensor cores as TF32."""
         if dtype in ("bfloat16", "float16"):
             return self.half_flops_per_us
         if dtype == "float64":
@@ -60,8 +60,8 @@ def _gpu(
     )
 
 
-# name, GiB, TB/s, TFLOP/s in float32, TF32 and half precision. Where there are no tensor cores for
-# a type, the rate is that of the plain units. A T4 has none for bfloat16: half means float16 there.
+# name, GiB, TB/s, TFLOP/s in float32, TF32 and half precision. Without tensor cores for a dtype,
+# the rate is that of the CUDA cores. A T4 has none for bfloat16: half means float16 there.
 _TABLE = (
     _gpu("B200", 180, 8.0, 75, 1100, 2250, host_gb_per_s=55, overhead_mib=98),
     _gpu("H200", 140, 4.8, 67, 495, 990, host_gb_per_s=55, overhead_mib=98),
@@ -100,7 +100,7 @@ def add_device(device: Device) -> None:
 
 
 def find_device(name: str) -> Device:
-    """The GPU of that name, upper or lower case, or of a longer one as CUDA gives it.
+    """The GPU of that name, case-insensitive, or of a longer name as CUDA reports it.
 
     >>> find_device("NVIDIA A100-SXM4-80GB").name, find_device("rtx4090").name
     ('A100-80GB', 'RTX 4090')
