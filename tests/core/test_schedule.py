@@ -18,9 +18,9 @@ from rekindle.core.graph.graph import Role, StepGraph
 from rekindle.core.graph.schedule import Compute, Free, Instruction, Schedule, check
 from rekindle.core.graph.simulate import simulate
 from rekindle.errors import InvalidSchedule, PlanError
-from rekindle.planners.baselines.simple import plan_none
 from rekindle.planners.lowering import Choices, Lowered, choices, lower, to_schedule
 from rekindle.planners.problem import problem_of
+from rekindle.planners.registry import plan_none
 
 # Storages and values: 0 x, 1 w, 2 count, 3 hidden, 4 activation, 5 loss, 6 its gradient, 7 the
 # weight's. Op 0 makes 3; op 1 makes 4 of it and draws random numbers, as does op 2, which counts.

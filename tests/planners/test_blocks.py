@@ -15,11 +15,10 @@ from support.random_steps import random_step
 from support.synthetic import deep_resnet
 
 from rekindle.planners.blocks import Blocks
-from rekindle.planners.chain import Chain, Option
+from rekindle.planners.chain import Chain, Option, segment_plans
 from rekindle.planners.exact.ilp import optimum
 from rekindle.planners.lowering import keep_all, lower
 from rekindle.planners.problem import Problem, problem_of
-from rekindle.planners.segment_plans import shapes
 
 
 def random_chain(rng: random.Random, most: int = 12) -> Problem:
@@ -117,7 +116,7 @@ def test_what_runs_between_the_readers_counts_in_the_segments_before_and_after()
 
 
 def test_segments_of_one_signature_have_the_same_options() -> None:
-    """A signature says all that options depend on but times, which are alike where shapes are."""
+    """A signature says all that options depend on but times, which are equal where sizes are."""
     blocks = Blocks(problem_of(*deep_resnet(10, stages=2)))
     first: dict[object, list[tuple[int, list[int], list[int], list[bool], list[int]]]] = {}
     n_shared = 0
@@ -125,8 +124,14 @@ def test_segments_of_one_signature_have_the_same_options() -> None:
         for start in range(blocks.n_blocks - length + 1):
             segment = blocks.segment(start, start + length)
             found = [
-                (s.kept_bytes, s.again.tolist(), s.live.tolist(), s.chosen.keep, s.chosen.hold_from)
-                for s in shapes(segment)
+                (
+                    s.kept_bytes,
+                    s.recomputed.tolist(),
+                    s.live.tolist(),
+                    s.chosen.keep,
+                    s.chosen.hold_from,
+                )
+                for s in segment_plans(segment)
             ]
             n_shared += segment.signature in first
             assert first.setdefault(segment.signature, found) == found
@@ -138,7 +143,7 @@ def test_options_of_a_signature_are_made_once() -> None:
     by_signature: dict[object, set[int]] = {}
     n_options: dict[object, int] = {}
     for option in (option for ending in options for option in ending):
-        by_signature.setdefault(option.segment.signature, set()).add(id(option.shape))
+        by_signature.setdefault(option.segment.signature, set()).add(id(option.plan))
         n_options[option.segment.signature] = n_options.get(option.segment.signature, 0) + 1
     assert any(n_options[each] > len(made) for each, made in by_signature.items())
     for each, made in by_signature.items():
@@ -155,8 +160,8 @@ def test_the_options_of_a_chain_drop_the_cells_that_free_most_for_their_time_fir
     """
     problem = problem_of(*chain(4, [4, 3, 2, 1], [1.0, 3.0, 4.0, 3.0], gradient_bytes=50))
     blocks = Blocks(problem)
-    found = shapes(blocks.segment(0, blocks.n_blocks))
-    kept = {shape.kept_bytes: shape.again.tolist() for shape in found}
+    found = segment_plans(blocks.segment(0, blocks.n_blocks))
+    kept = {shape.kept_bytes: shape.recomputed.tolist() for shape in found}
     assert kept[10] == []
     assert kept[6] == [0]
     assert kept[3] == [0, 1]
@@ -168,7 +173,9 @@ def test_no_option_is_beaten_by_another() -> None:
         blocks = Blocks(random_chain(random.Random(seed)))
         segment = blocks.segment(0, min(4, blocks.n_blocks))
         times = np.array(segment.problem.times)
-        costs = [(s.kept_bytes, s.live.max(), times[s.again].sum()) for s in shapes(segment)]
+        costs = [
+            (s.kept_bytes, s.live.max(), times[s.recomputed].sum()) for s in segment_plans(segment)
+        ]
         assert (min(c[2] for c in costs)) == 0
         for mine in costs:
             beaten = [all(a <= b for a, b in zip(o, mine, strict=True)) for o in costs]
@@ -180,11 +187,15 @@ def test_a_long_segment_has_a_nested_plan() -> None:
     problem = problem_of(*chain(24, [9, 9, 1] * 8, gradient_bytes=0))
     blocks = Blocks(problem)
     segment = blocks.segment(0, 6)
-    found = {sum(s.chosen.hold_from) > 0: s for s in shapes(segment) if not any(s.chosen.keep[:-1])}
+    found = {
+        sum(s.chosen.hold_from) > 0: s
+        for s in segment_plans(segment)
+        if not any(s.chosen.keep[:-1])
+    }
     nested, flat = found[True], found[False]
     assert nested.kept_bytes == flat.kept_bytes
     assert nested.live.max() < 0.5 * flat.live.max()
-    assert len(flat.again) < len(nested.again) <= 2 * len(flat.again)
+    assert len(flat.recomputed) < len(nested.recomputed) <= 2 * len(flat.recomputed)
 
 
 def test_what_an_option_needs_is_what_lowering_it_alone_counts() -> None:

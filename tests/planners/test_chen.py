@@ -23,8 +23,8 @@ from rekindle.planners.baselines.chen import (
     plan_chen_selective,
     plan_chen_sqrt,
 )
-from rekindle.planners.baselines.simple import plan_none
 from rekindle.planners.problem import problem_of
+from rekindle.planners.registry import plan_none
 
 PLENTY = 10**15
 PROFILES = sorted((Path(__file__).parents[2] / "benchmarks" / "profiles").glob("*.json.gz"))

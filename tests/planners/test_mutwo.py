@@ -17,9 +17,9 @@ from rekindle.core.graph.schedule import check
 from rekindle.core.graph.serial import load_profile
 from rekindle.errors import InfeasibleBudget
 from rekindle.planners.baselines.mutwo import Greedy, peak_floors, plan_mutwo
-from rekindle.planners.baselines.simple import plan_none
 from rekindle.planners.lowering import choices, lower
 from rekindle.planners.problem import Problem, problem_of
+from rekindle.planners.registry import plan_none
 
 PLENTY = 10**15
 PROFILES = sorted((Path(__file__).parents[2] / "benchmarks" / "profiles").glob("*.json.gz"))

@@ -79,12 +79,12 @@ _TABLE = (
     _gpu("RTX 4090", 24, 1.008, 82.6, 82.6, 165),
     _gpu("RTX 5090", 32, 1.79, 104.8, 104.8, 209.5, host_gb_per_s=55),
 )
-_DEVICES = {device.name: device for device in _TABLE}
+DEVICES = {device.name: device for device in _TABLE}
 
 
 def known_devices() -> tuple[str, ...]:
     """The names of all known GPUs."""
-    return tuple(_DEVICES)
+    return tuple(DEVICES)
 
 
 def add_device(device: Device) -> None:
@@ -94,9 +94,9 @@ def add_device(device: Device) -> None:
     >>> find_device("toy").memory_bytes == 8 * GIB
     True
     """
-    for name in [name for name in _DEVICES if _squeezed(name) == _squeezed(device.name)]:
-        del _DEVICES[name]
-    _DEVICES[device.name] = device
+    for name in [name for name in DEVICES if _squeezed(name) == _squeezed(device.name)]:
+        del DEVICES[name]
+    DEVICES[device.name] = device
 
 
 def find_device(name: str) -> Device:
@@ -105,17 +105,17 @@ def find_device(name: str) -> Device:
     >>> find_device("NVIDIA A100-SXM4-80GB").name, find_device("rtx4090").name
     ('A100-80GB', 'RTX 4090')
     """
-    for device in _DEVICES.values():
+    for device in DEVICES.values():
         if _squeezed(device.name) == _squeezed(name):
             return device
-    fits = [device for device in _DEVICES.values() if _words(device.name) <= _words(name)]
+    fits = [device for device in DEVICES.values() if _words(device.name) <= _words(name)]
     if fits:
         return max(fits, key=lambda device: len(_words(device.name)))
-    close = [known for known in _DEVICES if _squeezed(known).startswith(_squeezed(name))]
-    close = close or difflib.get_close_matches(name, _DEVICES, n=1, cutoff=0.5)
+    close = [known for known in DEVICES if _squeezed(known).startswith(_squeezed(name))]
+    close = close or difflib.get_close_matches(name, DEVICES, n=1, cutoff=0.5)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     raise ProfileError(
-        f"unknown device {name!r}.{hint} Known: {', '.join(_DEVICES)}. Add yours with "
+        f"unknown device {name!r}.{hint} Known: {', '.join(DEVICES)}. Add yours with "
         "rekindle.add_device(rekindle.Device(...))."
     )
 

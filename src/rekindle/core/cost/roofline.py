@@ -9,7 +9,7 @@ measured on an H200 (benchmarks/profiles) and are used for every device.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -29,7 +29,7 @@ class Kind(NamedTuple):
 
 
 # By the longest prefix of the operator's name: "mm" also covers "mm_anything".
-_KINDS = {
+KINDS = {
     "": Kind(1.05, 2.4),  # element-wise, and everything not listed
     "mm": Kind(1.45, 4.0),
     "addmm": Kind(1.45, 4.0),
@@ -128,10 +128,9 @@ def bytes_moved(graph: StepGraph) -> NDArray[np.int64]:
     return np.array([moved(op) for op in graph.ops], dtype=np.int64)
 
 
-def kind_of(name: str) -> Kind:
+def kind_of(name: str, kinds: Mapping[str, Kind] = KINDS) -> Kind:
     """The kind of an operator: that of the longest known name it starts with."""
-    fits = [known for known in _KINDS if name == known or name.startswith(known)]
-    return _KINDS[max(fits, key=len)]
+    return kinds[max((known for known in kinds if name.startswith(known)), key=len)]
 
 
 def _time_us(graph: StepGraph, op: Op, nbytes: int, device: Device) -> float:

@@ -61,7 +61,7 @@ class Program:
     def share(self, *, at_least: float = 0.0, is_whole: bool = False) -> int:
         """A variable between 0 and 1 that costs nothing and follows from the decisions.
 
-        The solver may branch on one that is declared whole.
+        The solver may branch on one that is declared `is_whole`.
         """
         return self._variable(0.0, at_least, is_decision=False, is_whole=is_whole)
 
@@ -70,8 +70,8 @@ class Program:
         self._rows.append((limit, list(terms)))
 
     def peak_at(self, constant: int, terms: Terms) -> None:
-        """A moment at which so many bytes are there, and those of the terms."""
-        sums: dict[int, float] = {}  # the solver takes each variable once a row
+        """A moment at which so many bytes are live, plus those of the terms."""
+        sums: dict[int, float] = {}  # the solver takes each variable once per row
         for variable, nbytes in terms:
             sums[variable] = sums.get(variable, 0) + nbytes
         key = tuple((variable, nbytes) for variable, nbytes in sums.items() if nbytes)
@@ -84,9 +84,9 @@ class Program:
         self._rows.append((sum(solution[v] for v in chosen) - 1.0, terms))
 
     def cheapest_within(self, budget: int, nodes: int | None = None) -> list[bool] | None:
-        """The variables, as true or false, of the cheapest solution in a budget; None if none is.
+        """The cheapest solution within a budget; None if there is none.
 
-        What is no decision has no meaning in it.
+        One bool per variable, of which only the decisions have a meaning.
         """
         largest = max((sum(f for _, f in terms) for terms in self._peaks), default=0)
         unit = max(1.0, max(budget, largest) / LARGEST_ROW_UNITS)
@@ -99,7 +99,7 @@ class Program:
         return self._solve(np.array(self._costs), rows, nodes)
 
     def least_peak(self, nodes: int | None = None) -> list[bool]:
-        """The same for the solution with the least peak, whatever it costs."""
+        """The same for the solution with the least peak, at any cost."""
         largest = max(c + sum(f for _, f in terms) for terms, c in self._peaks.items())
         unit = max(1.0, largest / LARGEST_ROW_UNITS)
         peak = len(self._costs)
@@ -111,7 +111,7 @@ class Program:
         costs[peak] = 1.0
         found = self._solve(costs, rows, nodes)
         if found is None:
-            raise PlanError("the integer program has no solution: no way to run the step was found")
+            raise PlanError("the integer program has no solution: no schedule was found")
         return found
 
     def _variable(self, cost: float, at_least: float, *, is_decision: bool, is_whole: bool) -> int:
