@@ -142,7 +142,7 @@ def test_a_step_stays_in_its_arena(pieces: Blocks) -> None:
 
 
 def test_pieces_go_where_they_are_wanted() -> None:
-    """Whatever their order, and although smaller holes would do."""
+    """In any order, and although smaller holes would do."""
     start, end = np.array([0, 1, 1, 1]), np.array([3, 3, 2, 1])
     nbytes = np.array([8, 4, 16, 6]) * MIB
     pieces = Blocks(start, end, nbytes, np.ones(4, dtype=bool))
@@ -186,7 +186,7 @@ def test_larger_holes_are_not_taken_for_others() -> None:
 
 @pytest.mark.parametrize("twins", [[9, 1], [1, 9]])
 def test_there_is_room_for_larger_holes(twins: list[int]) -> None:
-    """What comes later needs the memory of the one that goes first, and more."""
+    """A later piece needs the memory of the one that is freed first, and more."""
     start, end = np.array([0, 1, 1, 3]), np.array([9, *twins, 4])
     pieces = Blocks(start, end, np.array([16, 8, 8, 24]) * MIB, np.ones(4, dtype=bool))
     assert plan_arena(pieces).arena_bytes <= pieces.least_bytes + PAGE_BYTES
@@ -199,7 +199,7 @@ def test_a_piece_that_cannot_have_its_place_leaves_others_theirs() -> None:
     arena = Arena({0: 32 * MIB})
     book = Arena({0: 32 * MIB})
     for each in (arena, book):
-        assert each.place(10 * MIB, 2 * MIB)  # nobody has foreseen this
+        assert each.place(10 * MIB, 2 * MIB)  # an unforeseen request
     steering = Steering(book, arena, PlannedAddresses(pieces, offsets))
     found = []
     for piece in range(3):

@@ -1,4 +1,4 @@
-"""What frees memory comes first, where that lowers the peak, and nothing else changes."""
+"""Ops that free memory come first if that lowers the peak, and nothing else changes."""
 
 from __future__ import annotations
 

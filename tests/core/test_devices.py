@@ -16,7 +16,7 @@ from rekindle.errors import ProfileError
 
 @pytest.fixture(autouse=True)
 def _own_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test adds is gone after it."""
+    """Devices that a test adds are removed after it."""
     monkeypatch.setattr(devices, "DEVICES", dict(devices.DEVICES))
 
 

@@ -1,4 +1,4 @@
-"""What may be done together, in place and early, and what that makes of a graph and its costs."""
+"""Foreach, in-place and early updates: when they apply, and the resulting graphs and costs."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ CHAIN = {3: (4,), 4: (5,)}
 
 
 def overwriting(graph: StepGraph) -> dict[int, tuple[int, ...]]:
-    """What each backward op of a chain writes over, once it is improved."""
+    """The value that each backward op of a chain overwrites, once it is improved."""
     found = write_in_place(graph)
     assert_consistent(found)
     return {op.index: op.mutates for op in found.ops if op.mutates and op.phase is BACKWARD}
@@ -187,7 +187,7 @@ def test_ops_of_other_passes_are_left_alone() -> None:
 
 
 def test_a_gradient_is_not_overwritten() -> None:
-    """Even if no optimizer reads it, somebody may find it at its parameter."""
+    """Even if no optimizer reads it, the user may read it at its parameter."""
     memory = storages((8, Role.PARAM), (8, Role.OUTPUT), (8, Role.GRAD), (8, Role.TEMP))
     calls = [
         Call(FORWARD, (0,), (1,)),
@@ -650,7 +650,7 @@ def meaning(
     updates: Sequence[Update] = (),
     optimizer_ops: Collection[int] = (),
 ) -> tuple[Meaning, Meaning]:
-    """What each captured op reads, and what is there in the end, when a form of a step runs.
+    """The reads of each captured op, and the final state, when a form of a step runs.
 
     A number stands for all that has gone into a piece of memory. Ops do what the captured ones of
     their name do; only where they put it is the form's own business.

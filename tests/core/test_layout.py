@@ -199,7 +199,7 @@ def test_random_steps(made: tuple[StepGraph, Profile], seed: int) -> None:
 
 
 def test_wrong_layouts_are_caught() -> None:
-    """Any piece moved onto another that is there at the same time, made smaller, or left out."""
+    """Any piece moved onto another that is live at the same time, made smaller, or left out."""
     n_moved = 0
     for seed in range(60):
         rng = random.Random(seed)

@@ -272,7 +272,7 @@ def test_no_instruction_comes_before_one_it_needs(made: LoweredStep) -> None:
 
 
 def needs(graph: StepGraph, schedule: Schedule, first: Instruction, second: Instruction) -> bool:
-    """Whether two instructions must stay in order: one writes or frees what the other touches.
+    """True if two instructions must stay in order: one writes or frees what the other touches.
 
     Only storages of which there is one copy are looked at: of others, another copy may be read.
     """

@@ -1,4 +1,4 @@
-"""Workspaces on paper: the rules by hand, and against what was measured on a GPU."""
+"""Estimated workspaces: the rules by hand, and against measurements on a GPU."""
 
 from __future__ import annotations
 

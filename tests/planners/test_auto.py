@@ -37,7 +37,7 @@ def without_ilp(graph: StepGraph, profile: Profile, budget_bytes: int) -> Plan:
     return plan_auto(graph, profile, budget_bytes, options)
 
 
-# Steps worked on paper
+# Steps worked out by hand
 
 
 def test_chains_and_diamonds_without_the_integer_program() -> None:
@@ -61,7 +61,7 @@ def small_steps(seeds: range) -> Iterator[tuple[int, StepGraph, Profile]]:
 
 
 def compared(planner: str | Planner, seeds: range) -> list[tuple[float, float]]:
-    """What `auto` adds and what must be added, at budgets from the least peak up."""
+    """The time that `auto` adds and the optimum, at budgets from the least peak up."""
     found = []
     for seed, graph, profile in small_steps(seeds):
         problem = problem_of(graph, profile)

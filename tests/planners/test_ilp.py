@@ -1,4 +1,4 @@
-"""The integer program against a search that tries everything, and on steps worked on paper."""
+"""The integer program against a search that tries everything, and on steps worked out by hand."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_no_choices_are_better() -> None:
 
 
 def all_choices(problem: Problem) -> Iterator[Choices]:
-    """Keep, drop, or drop and let go after the first reader, for every cell there is a choice."""
+    """Keep, drop, or drop and free after the first reader, for every droppable cell."""
     always = choices(problem, ()).keep
     open_cells = [c for c, kept in enumerate(always) if not kept and problem.can_keep[c]]
     for fates in product(range(3), repeat=len(open_cells)):
@@ -136,7 +136,7 @@ def test_decisions_say_what_survives_until_it_is_read() -> None:
 
 
 def test_where_nothing_can_be_held_every_cell_is_computed_from_the_start() -> None:
-    """Of seven cells, the last two are there when they are read; then 5 + 4 + 3 + 2 + 1 ops."""
+    """Of seven cells, the last two are live when they are read; then 5 + 4 + 3 + 2 + 1 ops."""
     graph, profile = chain(7)
     plan = plan_ilp(graph, profile, optimum(problem_of(graph, profile), None).peak_bytes)
     assert plan.peak_bytes == 3

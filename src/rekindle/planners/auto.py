@@ -106,12 +106,7 @@ class AutoPlanner:
             raise InfeasibleBudget(budget_bytes=budget_bytes, least_peak_bytes=best.peak_bytes)
         bound_us = min(self.bound.added_us(budget_bytes), best.added_us)
         return write_up(
-            self.problem,
-            best.keep,
-            best.lowered,
-            planner="auto",
-            budget_bytes=budget_bytes,
-            bound_us=bound_us,
+            best.lowered, best.keep, planner="auto", budget_bytes=budget_bytes, bound_us=bound_us
         )
 
     def best(self, budget_bytes: int) -> Candidate | None:
@@ -130,9 +125,14 @@ class AutoPlanner:
                 if found := self._exact(budget_bytes):
                     return found
         is_large = self.problem.n_ops > options.max_ops_for_all_planners
-        tried = [*self._by_chain(budget_bytes), *self._by_greedy(budget_bytes)]
+        tried = list(self._by_chain(budget_bytes))
+        if (chosen := self.greedy.first_within(budget_bytes)) is not None:
+            tried.append(self._candidate(chosen))
         if not is_large or not _cheapest(tried, budget_bytes):
-            tried += [*self.budget_independent, *self._by_cut(budget_bytes)]
+            tried += self.budget_independent
+            chosen, _ = cheapest_cut(self.problem, budget_bytes, self.network)
+            if chosen is not None:
+                tried.append(self._candidate(chosen))
         if not _cheapest(tried, budget_bytes):
             tried.append(self._lowest)
         tried += list(self._improved(_undominated(tried), budget_bytes))
@@ -224,18 +224,6 @@ class AutoPlanner:
             if candidate.peak_bytes <= budget_bytes:
                 break
             asked -= candidate.peak_bytes - budget_bytes
-
-    def _by_greedy(self, budget_bytes: int) -> Iterator[Candidate]:
-        """μ-TWO's plan."""
-        chosen = self.greedy.first_within(budget_bytes)
-        if chosen is not None:
-            yield self._candidate(chosen)
-
-    def _by_cut(self, budget_bytes: int) -> Iterator[Candidate]:
-        """The plan of the min-cut with one price per byte."""
-        chosen, _ = cheapest_cut(self.problem, budget_bytes, self.network)
-        if chosen is not None:
-            yield self._candidate(chosen)
 
     def _improved(self, front: list[Candidate], budget_bytes: int) -> Iterator[Candidate]:
         """Local search from the cheapest that fits, and from the next that does not."""

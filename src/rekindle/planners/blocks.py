@@ -8,7 +8,7 @@ combined freely, and only the bytes they keep add up.
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -71,7 +71,7 @@ class Blocks:
         return len(self.ends)
 
     def _crossing(self) -> Ints:
-        """The bytes that cross from each op to the next; other cells than activations weigh more."""
+        """The bytes crossing from each op to the next; cells other than activations weigh more."""
         problem = self.problem
         changes = np.zeros(len(self.ops) + 1)
         total = sum(problem.bytes) + 1
@@ -148,9 +148,8 @@ class Blocks:
             if block < last - first - 1 and self.exports(c, first + block + 1)
         ]
         final = len(forward) - 1
-        sub = Problem(
-            graph=problem.graph,
-            profile=problem.profile,
+        sub = replace(
+            problem,
             storage=[problem.storage[c] for c in cells],
             bytes=[problem.bytes[c] for c in cells],
             writer=[place[problem.writer[c]] for c in cells],
@@ -166,7 +165,6 @@ class Blocks:
             workspaces=problem.workspaces[ops],
             base=self._base(forward, readers),
             between=problem.between[ops],
-            sizes=problem.sizes,
         )
         signature = (
             tuple(sub.bytes),

@@ -59,7 +59,7 @@ def segment_plans(segment: Segment, options: ChainOptions = DEFAULT_CHAIN) -> li
     For a price per byte kept, a segment's best plan is a min-cut; all prices together give the
     corners of the lower convex hull of (bytes kept, time added). A segment of several blocks also
     has a nested plan that keeps nothing: the first recomputation leaves only the borders of the
-    blocks, and each block is recomputed again when the backward pass reaches it.
+    blocks, and each block is recomputed a second time when the backward pass reaches it.
     """
     found = [_segment_plan(segment, kept) for kept in _hull(segment, options)]
     if segment.borders:

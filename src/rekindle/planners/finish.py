@@ -12,32 +12,17 @@ from rekindle.planners.problem import Problem
 from rekindle.units import format_bytes, format_us
 
 
-def finish(
-    problem: Problem,
-    chosen: Choices,
-    *,
-    planner: str,
-    budget_bytes: int,
-    bound_us: float | None = None,
-) -> Plan:
+def finish(problem: Problem, chosen: Choices, *, planner: str, budget_bytes: int) -> Plan:
     """The plan of these choices; raises InfeasibleBudget if it needs more than the budget."""
     lowered = lower(problem, chosen)
     if lowered.peak_bytes > budget_bytes:
         raise InfeasibleBudget(budget_bytes=budget_bytes, least_peak_bytes=lowered.peak_bytes)
-    return write_up(
-        problem,
-        chosen.keep,
-        lowered,
-        planner=planner,
-        budget_bytes=budget_bytes,
-        bound_us=bound_us,
-    )
+    return write_up(lowered, chosen.keep, planner=planner, budget_bytes=budget_bytes)
 
 
 def write_up(
-    problem: Problem,
-    keep: list[bool],
     lowered: Lowered,
+    keep: list[bool],
     *,
     planner: str,
     budget_bytes: int,
@@ -47,7 +32,7 @@ def write_up(
 
     The added time is that of the schedule, including recomputed views, if they take any.
     """
-    schedule = to_schedule(lowered)
+    problem, schedule = lowered.problem, to_schedule(lowered)
     recomputed = [step.op for step in schedule if isinstance(step, Compute) and step.copy]
     return Plan(
         planner=planner,

@@ -54,7 +54,7 @@ def fit(
 ) -> Choices:
     """Free cells that are live at the peak, one by one, until the plan fits or nothing helps.
 
-    A kept cell can be dropped; one that was recomputed early can be freed and recomputed again. The
+    A kept cell can be dropped; one that was recomputed early can be freed and recomputed later. The
     change that reduces the excess over the budget most per added µs is taken.
     """
     search = _Search(problem, options, options.max_ops_placed)

@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 
 from rekindle.core.graph.dataflow import dataflow
-from rekindle.core.graph.liveness import analyze
+from rekindle.core.graph.liveness import analyze, live_bytes
 from rekindle.core.graph.schedule import Compute, Free, Instruction, LivingCopy, Schedule
 from rekindle.planners.problem import Ints, Problem
 
@@ -27,8 +27,8 @@ class Choices:
     """A planner's decisions, cell by cell.
 
     `keep`: True if the cell stays from the forward pass. `hold_from`: a cell that is recomputed
-    before the op of this index is freed right after the burst's reader, and recomputed again later;
-    from that op on it is held until its last use. 0, the usual value, always holds.
+    before the op of this index is freed right after the burst's reader, and recomputed once more
+    later; from that op on it is held until its last use. 0, the usual value, always holds.
     """
 
     keep: list[bool]
@@ -63,19 +63,12 @@ class Lowered:
     @cached_property
     def live(self) -> Ints:
         """The bytes allocated at each position."""
-        problem, n = self.problem, len(self.ops)
-        table = np.array([(i.start, i.end, i.storage) for i in self.instances], dtype=np.int64)
-        sizes = problem.sizes
-        changes = np.zeros(n + 1)
-        if len(table):
-            nbytes = sizes[table[:, 2]]
-            changes += np.bincount(table[:, 0], weights=nbytes, minlength=n + 1)
-            changes -= np.bincount(table[:, 1] + 1, weights=nbytes, minlength=n + 1)
-        cells = np.cumsum(changes)[:n].astype(np.int64)
-        is_copy = self.copies > 0
-        workspaces = problem.workspaces[self.ops]
-        rest = np.where(is_copy, problem.between[self.anchor] + workspaces, problem.base[self.ops])
-        return cells + rest
+        problem = self.problem
+        rows = [(i.start, i.end, i.storage) for i in self.instances]
+        start, end, storage = np.array(rows, dtype=np.int64).reshape(-1, 3).T
+        cells = live_bytes(start, end, problem.sizes[storage], len(self.ops))
+        during_copies = problem.between[self.anchor] + problem.workspaces[self.ops]
+        return cells + np.where(self.copies > 0, during_copies, problem.base[self.ops])
 
     @cached_property
     def peak_bytes(self) -> int:

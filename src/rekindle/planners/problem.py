@@ -96,9 +96,8 @@ class Problem:
 def problem_of(graph: StepGraph, profile: Profile) -> Problem:
     """The planning problem of a step."""
     profile.check(graph)
-    flow, liveness = dataflow(graph), analyze(graph)
+    flow = dataflow(graph)
     sizes = device_sizes(graph, profile.allocator)
-    n_ops = len(graph.ops)
     storages = _managed(graph)
     cell_of: dict[tuple[int, int], int] = {}
     storage: list[int] = []
@@ -126,9 +125,9 @@ def problem_of(graph: StepGraph, profile: Profile) -> Problem:
         [c for c in cells if storage[c] in (*flow.copy_makes[i], *flow.mutates[i])]
         for i, cells in enumerate(writes)
     ]
-    must_keep = _must_keep(graph, storages, len(storage), reads, writes, can_keep)
+    must_keep = _must_keep(graph, storages, reads, writes, can_keep)
     also_makes = [[s for s in flow.copy_makes[op.index] if s not in storages] for op in graph.ops]
-    base, between = _base(graph, profile, sizes, storages, n_ops, liveness.birth, liveness.death)
+    base, between = _base(graph, profile, sizes, storages)
     return Problem(
         graph=graph,
         profile=profile,
@@ -171,10 +170,7 @@ def _managed(graph: StepGraph) -> set[int]:
 
 
 def _uses(
-    graph: StepGraph,
-    storage: list[int],
-    reads: list[list[int]],
-    writer: list[int],
+    graph: StepGraph, storage: list[int], reads: list[list[int]], writer: list[int]
 ) -> tuple[list[int], list[list[int]]]:
     """The last use of each cell's storage before the gap, and the reads after it.
 
@@ -198,14 +194,13 @@ def _uses(
 def _must_keep(
     graph: StepGraph,
     managed: set[int],
-    n_cells: int,
     reads: list[list[int]],
     writes: list[list[int]],
     can_keep: list[bool],
 ) -> list[bool]:
     """True for cells that cannot be recomputed: by their op, or because its inputs are gone."""
     flow, liveness = dataflow(graph), analyze(graph)
-    must = [True] * n_cells
+    must = [True] * len(can_keep)
     for op in graph.ops:
         if not writes[op.index]:
             continue
@@ -219,16 +214,9 @@ def _must_keep(
     return must
 
 
-def _base(
-    graph: StepGraph,
-    profile: Profile,
-    sizes: Ints,
-    managed: set[int],
-    n_ops: int,
-    birth: Ints,
-    death: Ints,
-) -> tuple[Ints, Ints]:
+def _base(graph: StepGraph, profile: Profile, sizes: Ints, managed: set[int]) -> tuple[Ints, Ints]:
     """The live bytes at each op, and just before it, that are the same under every plan."""
+    birth, death, n_ops = analyze(graph).birth, analyze(graph).death, len(graph.ops)
     others = np.array([s not in managed and death[s] >= 0 for s in range(len(sizes))], dtype=bool)
     starts = np.bincount(birth[others], weights=sizes[others], minlength=n_ops + 1)
     ends = np.bincount(death[others] + 1, weights=sizes[others], minlength=n_ops + 1)

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
+import numpy as np
+from numpy.typing import NDArray
+
 
 class Phase(Enum):
     """The part of the training step an op belongs to."""
@@ -179,6 +182,11 @@ class StepGraph:
         yield [self.outputs]
 
     @cached_property
+    def sizes_bytes(self) -> NDArray[np.int64]:
+        """The size of each storage."""
+        return np.array([storage.nbytes for storage in self.storages], dtype=np.int64)
+
+    @cached_property
     def early_updates(self) -> tuple[int, ...]:
         """The ops that update parameters during the backward pass, as soon as gradients exist."""
         return tuple(op.index for op in self.ops if op.kind is OpKind.UPDATE)
@@ -194,21 +202,12 @@ class StepGraph:
 
     def count_by_phase(self) -> dict[Phase, int]:
         """How many ops each phase has."""
-        counts = dict.fromkeys(Phase, 0)
-        for op in self.ops:
-            counts[op.phase] += 1
-        return counts
+        return {phase: sum(op.phase is phase for op in self.ops) for phase in Phase}
 
     def flops_by_phase(self) -> dict[Phase, int]:
         """FLOPs of matmuls, convolutions and attention, by phase."""
-        flops = dict.fromkeys(Phase, 0)
-        for op in self.ops:
-            flops[op.phase] += op.flops
-        return flops
+        return {phase: sum(op.flops for op in self.ops if op.phase is phase) for phase in Phase}
 
     def bytes_by_role(self) -> dict[Role, int]:
-        """The sum of all storages' bytes by role, whether or not they are live at the same time."""
-        sums = dict.fromkeys(Role, 0)
-        for storage in self.storages:
-            sums[storage.role] += storage.nbytes
-        return sums
+        """The sum of all storages' bytes by role, even if they are not live at the same time."""
+        return {role: sum(s.nbytes for s in self.storages if s.role is role) for role in Role}

@@ -82,19 +82,16 @@ class Liveness:
 
     def peak_bytes(self) -> int:
         """The most bytes live at the same time, with every storage freed at its death."""
-        sizes = np.array([storage.nbytes for storage in self.graph.storages], dtype=np.int64)
-        used = self.death >= 0
-        changes = np.zeros(len(self.graph.ops) + 1, dtype=np.int64)
-        np.add.at(changes, self.birth[used], sizes[used])
-        np.subtract.at(changes, self.death[used] + 1, sizes[used])
-        return int(np.cumsum(changes).max(initial=0))
+        used, sizes, n_ops = self.death >= 0, self.graph.sizes_bytes, len(self.graph.ops)
+        live = live_bytes(self.birth[used], self.death[used], sizes[used], n_ops)
+        return int(live.max(initial=0))
 
     def optimizer_bytes(self) -> list[int]:
         """The sizes of the optimizer's own temporaries, at the moment they take the most bytes."""
         ops = [op.index for op in self.graph.ops if op.phase is Phase.OPTIMIZER]
         if not ops:
             return []
-        sizes = np.array([storage.nbytes for storage in self.graph.storages], dtype=np.int64)
+        sizes = self.graph.sizes_bytes
         own = np.flatnonzero((self.birth >= ops[0]) & ~self.is_resident & (sizes > 0))
         moments = [own[(self.birth[own] <= op) & (op <= self.death[own])] for op in ops]
         most = max(moments, key=lambda live: int(sizes[live].sum()))
@@ -107,6 +104,13 @@ class Liveness:
             for lifetime, storage in zip(self.lifetimes, self.graph.storages, strict=True)
             if storage.role is Role.ACTIVATION
         ]
+
+
+def live_bytes(start: Ints, end: Ints, nbytes: Ints, n_positions: int) -> Ints:
+    """The bytes live at each position, of blocks that are live from start to end, inclusive."""
+    changes = np.bincount(start, weights=nbytes, minlength=n_positions + 1)
+    changes -= np.bincount(end + 1, weights=nbytes, minlength=n_positions + 1)
+    return np.cumsum(changes)[:n_positions].astype(np.int64)
 
 
 def analyze(graph: StepGraph) -> Liveness:

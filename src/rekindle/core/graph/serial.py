@@ -67,37 +67,7 @@ def graph_from_json(data: dict[str, Any]) -> StepGraph:
     sources = [Source(*source) for source in data["sources"]]
     targets = data["targets"]
     return StepGraph(
-        ops=tuple(
-            Op(
-                index=index,
-                name=name,
-                target=targets[target],
-                phase=Phase[phase],
-                inputs=tuple(inputs),
-                outputs=tuple(outputs),
-                mutates=tuple(mutates),
-                is_random=bool(is_random),
-                is_view=bool(is_view),
-                flops=flops,
-                source=sources[source],
-                copy_target=targets[rest[0]] if rest and rest[0] is not None else "",
-                may_overwrite=tuple(rest[1]) if len(rest) > 1 else (),
-                members=tuple(rest[2]) if len(rest) > 2 else (),
-            )
-            for index, (
-                name,
-                target,
-                phase,
-                inputs,
-                outputs,
-                mutates,
-                is_random,
-                is_view,
-                flops,
-                source,
-                *rest,
-            ) in enumerate(data["ops"])
-        ),
+        ops=tuple(_op(index, row, targets, sources) for index, row in enumerate(data["ops"])),
         values=tuple(
             Value(index, name, storage, tuple(shape), dtype, producer)
             for index, (name, storage, shape, dtype, producer) in enumerate(data["values"])
@@ -107,6 +77,26 @@ def graph_from_json(data: dict[str, Any]) -> StepGraph:
             for index, (nbytes, role, device, held_until) in enumerate(data["storages"])
         ),
         outputs=tuple(data["outputs"]),
+    )
+
+
+def _op(index: int, row: list[Any], targets: list[str], sources: list[Source]) -> Op:
+    name, target, phase, inputs, outputs, mutates, is_random, is_view, flops, source, *rest = row
+    return Op(
+        index=index,
+        name=name,
+        target=targets[target],
+        phase=Phase[phase],
+        inputs=tuple(inputs),
+        outputs=tuple(outputs),
+        mutates=tuple(mutates),
+        is_random=bool(is_random),
+        is_view=bool(is_view),
+        flops=flops,
+        source=sources[source],
+        copy_target=targets[rest[0]] if rest and rest[0] is not None else "",
+        may_overwrite=tuple(rest[1]) if len(rest) > 1 else (),
+        members=tuple(rest[2]) if len(rest) > 2 else (),
     )
 
 
@@ -210,7 +200,7 @@ def save_plan(path: str | Path, plan: Plan) -> None:
 
 
 def load_plan(path: str | Path) -> Plan:
-    """Read what `save_plan` wrote; `Plan.check(graph)` tells whether it is for that graph."""
+    """Read what `save_plan` wrote; `Plan.check(graph)` raises if it is for another graph."""
     path, how = Path(path), "rekindle plan MODEL --budget B --save FILE"
     with _reading(path, "plan", PlanError, how):
         return plan_from_json(_read(path, "plan", PlanError, how)["plan"])
@@ -218,7 +208,7 @@ def load_plan(path: str | Path) -> Plan:
 
 @contextmanager
 def _reading(path: Path, what: str, error: type[RekindleError], how: str) -> Iterator[None]:
-    """Turn whatever a missing or damaged file raises into an error that says how to save it."""
+    """Turn the exceptions of a missing or damaged file into an error that says how to save it."""
     try:
         yield
     except FileNotFoundError:

@@ -11,13 +11,11 @@ from rekindle.core.cost.allocator import allocated_bytes
 from rekindle.core.cost.profile import Profile
 from rekindle.core.graph.dataflow import dataflow
 from rekindle.core.graph.graph import Role, StepGraph
-from rekindle.core.graph.liveness import Liveness, analyze
+from rekindle.core.graph.liveness import Ints, Liveness, analyze
 from rekindle.core.graph.schedule import Compute, Plan
 from rekindle.errors import InvalidSchedule
 
 ROLES = tuple(Role)
-
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +177,7 @@ def device_sizes(graph: StepGraph, allocator: str) -> Ints:
     An arena holds what the step makes; resident storages come from CUDA's caching allocator.
     """
     device = main_device(graph)
-    sizes = np.array([storage.nbytes for storage in graph.storages], dtype=np.int64)
+    sizes = graph.sizes_bytes
     elsewhere = np.array([storage.device != device for storage in graph.storages], dtype=bool)
     counted = allocated_bytes(sizes, allocator)
     if allocator == "arena":

@@ -28,7 +28,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle.core.memory.packing import Ints, least_bytes, pack
+from rekindle.core.graph.liveness import Ints
+from rekindle.core.memory.packing import least_bytes, pack
 
 Span = tuple[int, int]
 
@@ -38,8 +39,8 @@ REST_BYTES = 1 << 20  # requests and remainders up to this size are not the aren
 APART_BYTES = REST_BYTES + ROUND_BYTES  # the smallest plug
 PAGE_BYTES = 2 << 20  # an arena is a multiple of this
 
-# An arena this close to the most bytes live at once is accepted without trying others: by ratio,
-# or, for a small arena, by the second ratio up to so many bytes.
+# An arena this close to the least bytes possible is accepted without trying others: by ratio, or,
+# for a small arena, by the second ratio up to so many bytes.
 _CLOSE_TO_BOUND_RATIO = 1.01
 _CLOSE_TO_BOUND_RATIO_SMALL = 1.02
 _CLOSE_TO_BOUND_BYTES_SMALL = 16 << 20
@@ -260,8 +261,8 @@ class Steering:
         for plug in [p for p, n in self._plugs.items() if p < address + size and address < p + n]:
             self._unplug(plug)
         low, end = self._hole_around(address, size)
-        while beside := self._plugs_beside(low, end, address, size).difference(kept):
-            for plug in beside:
+        while adjacent := self._adjacent_plugs(low, end, address, size).difference(kept):
+            for plug in adjacent:
                 self._unplug(plug)
             low, end = self._hole_around(address, size)
         if address - low > REST_BYTES:
@@ -279,15 +280,15 @@ class Steering:
                 return hole, hole + nbytes
         raise Mismatch(f"there is no hole of {size} bytes at {address}")
 
-    def _plugs_beside(self, low: int, end: int, address: int, size: int) -> set[int]:
+    def _adjacent_plugs(self, low: int, end: int, address: int, size: int) -> set[int]:
         """The plugs adjacent to a hole where the remainder is too small for a plug of its own."""
-        beside: set[int] = set()
+        adjacent: set[int] = set()
         edges = self.model.segments
         if 0 < address - low <= REST_BYTES and low not in edges:
-            beside.update(plug for plug, nbytes in self._plugs.items() if plug + nbytes == low)
+            adjacent.update(plug for plug, nbytes in self._plugs.items() if plug + nbytes == low)
         if 0 < end - address - size <= REST_BYTES and end not in edges and end in self._plugs:
-            beside.add(end)
-        return beside
+            adjacent.add(end)
+        return adjacent
 
     def _spare(self, opened: Mapping[int, int]) -> Span | None:
         """Address and bytes of the largest plug that no request for an opened hole would take.
@@ -459,7 +460,7 @@ def _gap_around(gaps: list[Span], address: int, size: int) -> int | None:
 
 
 def _hole_bytes(target: Span, targets: Sequence[Span], gaps: list[Span]) -> int:
-    """The size of a hole such that the request it is meant for takes it.
+    """The size of a hole that makes the intended request take it.
 
     Of equal holes the lowest is taken first. If requests of equal size come in another order, the
     later ones get larger holes, if there is room.

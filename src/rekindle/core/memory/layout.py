@@ -18,9 +18,9 @@ import numpy as np
 
 from rekindle.core.graph.dataflow import dataflow
 from rekindle.core.graph.graph import Op, Role, StepGraph
-from rekindle.core.graph.liveness import analyze
+from rekindle.core.graph.liveness import Ints, analyze
 from rekindle.core.graph.schedule import Free, Plan, ResolvedCompute, resolve, schedule_of
-from rekindle.core.memory.packing import Ints, least_bytes, pack
+from rekindle.core.memory.packing import least_bytes, pack
 
 ALIGNMENT = 512
 

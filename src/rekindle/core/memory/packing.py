@@ -10,9 +10,8 @@ earlier in the next attempt.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
+from rekindle.core.graph.liveness import Ints, live_bytes
 
 _CLOSE_TO_BOUND_RATIO = 1.005  # an arena this close to the lower bound is accepted
 _MAX_ATTEMPTS = 300
@@ -26,12 +25,8 @@ def least_bytes(start: Ints, end: Ints, nbytes: Ints) -> int:
     >>> least_bytes(np.array([0, 1, 3]), np.array([1, 2, 4]), np.array([4, 2, 5]))
     6
     """
-    if not len(start):
-        return 0
-    changes = np.zeros(int(end.max()) + 2, dtype=np.int64)
-    np.add.at(changes, start, nbytes)
-    np.subtract.at(changes, end + 1, nbytes)
-    return int(np.cumsum(changes).max())
+    n_positions = int(end.max(initial=-1)) + 1
+    return int(live_bytes(start, end, nbytes, n_positions).max(initial=0))
 
 
 def pack(start: Ints, end: Ints, nbytes: Ints) -> Ints:

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from rekindle.core.graph.graph import Op, OpKind, Phase, StepGraph
-from rekindle.core.graph.liveness import analyze
+from rekindle.core.graph.liveness import analyze, live_bytes
 
 
 def free_first(graph: StepGraph) -> StepGraph:
@@ -42,13 +42,9 @@ class _Order:
         self.sizes = [storage.nbytes for storage in graph.storages]
         self.stays = liveness.is_resident | liveness.is_output
         self.birth, self.death = liveness.birth, liveness.death
-        n_ops = len(graph.ops)
-        changes = np.zeros(n_ops + 1, dtype=np.int64)
-        alive = np.flatnonzero(~self.stays & (liveness.death >= 0))
-        sizes = np.array(self.sizes, dtype=np.int64)
-        np.add.at(changes, liveness.birth[alive], sizes[alive])
-        np.subtract.at(changes, liveness.death[alive] + 1, sizes[alive])
-        self.live = np.cumsum(changes)[:n_ops]
+        own = np.flatnonzero(~self.stays & (liveness.death >= 0))
+        birth, death, sizes = self.birth[own], self.death[own], graph.sizes_bytes[own]
+        self.live = live_bytes(birth, death, sizes, len(graph.ops))
         self.touched = [-1] * len(graph.storages)  # the last place at which each is touched
         self.changed = [-1] * len(graph.storages)  # and at which it is made or mutated
         self.place_of: dict[int, int] = {}  # by value: the place of its producer

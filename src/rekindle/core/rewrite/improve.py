@@ -330,7 +330,7 @@ def _extra_bytes(graph: StepGraph, profile: Profile, ops: Sequence[Op]) -> int:
     """The peak of the temporaries and workspaces of the optimizer's ops."""
     if not ops:
         return 0
-    liveness, sizes = analyze(graph), np.array([s.nbytes for s in graph.storages], dtype=np.int64)
+    liveness, sizes = analyze(graph), graph.sizes_bytes
     made = {graph.values[value].storage for op in ops for value in op.outputs}
     own = np.array(sorted(made - set(np.flatnonzero(liveness.is_resident))), dtype=np.int64)
     return max(

@@ -27,37 +27,27 @@ def main() -> None:
             program = pickle.load(requests)
         except EOFError:
             return
-        pickle.dump(solve(**program), answers)
+        pickle.dump(solve(*program), answers)
         answers.flush()
 
 
 def solve(
-    *,
-    costs: Any,
-    lower: Any,
-    upper: Any,
-    is_integer: list[bool],
-    limits: Any,
-    starts: Any,
-    rows: Any,
-    factors: Any,
-    options: dict[str, Any],
+    lp_fields: dict[str, Any], matrix_fields: dict[str, Any], options: dict[str, Any]
 ) -> tuple[str, list[float]]:
-    """Minimise `costs · x` with `lower ≤ x ≤ upper` and `A x ≤ limits`; A is given by columns.
+    """Minimise a program, given by the fields of `HighsLp` and of its column-wise matrix.
 
-    Returns HiGHS's word for how it ended, and the values of x.
+    Returns HiGHS's word for how it ended, and the values of the variables.
     """
     import highspy  # type: ignore[import-untyped]  # from the parent's sys.path
 
     lp = highspy.HighsLp()
-    lp.num_col_, lp.num_row_ = len(costs), len(limits)
-    lp.col_cost_, lp.col_lower_, lp.col_upper_ = costs, lower, upper
-    lp.row_lower_, lp.row_upper_ = [-highspy.kHighsInf] * len(limits), limits
+    is_integer = lp_fields.pop("integrality_")
     lp.integrality_ = [highspy.HighsVarType(int(each)) for each in is_integer]
-    matrix = lp.a_matrix_
-    matrix.format_ = highspy.MatrixFormat.kColwise
-    matrix.num_col_, matrix.num_row_ = len(costs), len(limits)
-    matrix.start_, matrix.index_, matrix.value_ = starts, rows, factors
+    for name, value in lp_fields.items():
+        setattr(lp, name, value)
+    lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
+    for name, value in matrix_fields.items():
+        setattr(lp.a_matrix_, name, value)
     highs = highspy.Highs()
     for name, value in options.items():
         highs.setOptionValue(name, value)

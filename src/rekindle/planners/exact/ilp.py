@@ -53,9 +53,8 @@ def plan_ilp(
     problem = problem_of(graph, profile)
     lowered = optimum(problem, budget_bytes, max_decisions=max_decisions)
     return write_up(
-        problem,
-        survivors(problem, lowered),
         lowered,
+        survivors(problem, lowered),
         planner="ilp",
         budget_bytes=budget_bytes,
         bound_us=lowered.recompute_us,

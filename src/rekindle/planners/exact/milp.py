@@ -143,17 +143,18 @@ class Program:
         }
         if nodes is not None:
             options["mip_max_nodes"] = nodes
-        status, values = _SOLVER.solve(
-            costs=costs,
-            lower=np.array(self._at_least + [0.0] * extra),
-            upper=np.array([1.0] * n_own + [np.inf] * extra),
-            is_integer=self._is_whole + [False] * extra,
-            limits=np.array([limit for limit, _ in rows], dtype=np.float64),
-            starts=matrix.indptr.astype(np.int32),
-            rows=matrix.indices.astype(np.int32),
-            factors=matrix.data,
-            options=options,
-        )
+        size = {"num_col_": n, "num_row_": len(rows)}
+        lp = {
+            **size,
+            "col_cost_": costs,
+            "col_lower_": np.array(self._at_least + [0.0] * extra),
+            "col_upper_": np.array([1.0] * n_own + [np.inf] * extra),
+            "integrality_": self._is_whole + [False] * extra,
+            "row_lower_": np.full(len(rows), -np.inf),
+            "row_upper_": np.array([limit for limit, _ in rows], dtype=np.float64),
+        }
+        terms = {"start_": matrix.indptr, "index_": matrix.indices, "value_": matrix.data}
+        status, values = _SOLVER.solve(lp, {**size, **terms}, options)
         if status == "Infeasible":
             return None
         if status == "Time limit reached":
@@ -177,7 +178,7 @@ class _SolverProcess:
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._forget)
 
-    def solve(self, **program: Any) -> tuple[str, list[float]]:
+    def solve(self, *program: dict[str, Any]) -> tuple[str, list[float]]:
         """HiGHS's word for how it ended, and the values of the variables."""
         with self._lock:
             try:
@@ -196,7 +197,7 @@ class _SolverProcess:
             process.kill()
             process.communicate()
 
-    def _answer(self, program: dict[str, Any]) -> tuple[str, list[float]]:
+    def _answer(self, program: tuple[dict[str, Any], ...]) -> tuple[str, list[float]]:
         if self._process is None:
             command = [sys.executable, str(Path(__file__).with_name("highs_worker.py"))]
             pipe = subprocess.PIPE
