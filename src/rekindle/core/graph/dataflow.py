@@ -138,12 +138,8 @@ def _refusal(
         return f"is an op of the {op.phase.value} pass"
     state = entered.intersection(mutates)
     if state and not (is_state_free(op) and op.outputs):
-        return f"changes state ({_name(graph, min(state))})"
+        return f"changes state ({graph.storage_name(min(state))})"
     for storage, version in reads:
         if storage in entered and storage not in state and version != settled[storage]:
-            return f"reads state that changes later ({_name(graph, storage)})"
+            return f"reads state that changes later ({graph.storage_name(storage)})"
     return None
-
-
-def _name(graph: StepGraph, storage: int) -> str:
-    return next(value.name for value in graph.values if value.storage == storage)

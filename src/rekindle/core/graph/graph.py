@@ -71,7 +71,7 @@ class OpKind(Enum):
     """What an op calls. The value is how the targets of that kind start in graphs and files."""
 
     OPERATOR = ""  # an operator of torch
-    HELPER = "rekindle."  # a function of ours that reads or sets a random generator's state
+    HELPER = "rekindle."  # another function of ours, e.g. to set a random generator's state
     UPDATE = "rekindle.update"  # the user's optimizer, with some of the gradients
     FOREACH = "rekindle.together"  # one multi-tensor call for several captured ops (`members`)
     CAST = "rekindle.cast"  # one multi-tensor cast that was captured as such
@@ -194,6 +194,12 @@ class StepGraph:
     def storage_of(self, value: int) -> Storage:
         """The storage behind a value."""
         return self.storages[self.values[value].storage]
+
+    def storage_name(self, storage: int, copy: int = 0) -> str:
+        """The name of a storage's first value, and the copy unless it is the captured one."""
+        names = (value.name for value in self.values if value.storage == storage)
+        name = next(names, f"storage {storage}")
+        return f"{name} (copy {copy})" if copy else name
 
     def touched(self, op: Op) -> list[int]:
         """The storages that an op reads, makes or mutates, each once."""

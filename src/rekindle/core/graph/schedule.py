@@ -157,6 +157,7 @@ class _Checker:
     def __init__(self, graph: StepGraph) -> None:
         self.graph = graph
         self.flow: Dataflow = dataflow(graph)
+        self._name = graph.storage_name
         self.entered = {value.storage for value in graph.values if value.producer is None}
         self.living: dict[int, list[LivingCopy]] = {s: [LivingCopy(0, 0)] for s in self.entered}
         for value in graph.values:
@@ -197,7 +198,7 @@ class _Checker:
         for storage in makes:
             copies = self.living.setdefault(storage, [])
             if any(found.number == copy for found in copies):
-                raise InvalidSchedule(op.name, f"makes {self._named(storage, copy)} a second time")
+                raise InvalidSchedule(op.name, f"makes {self._name(storage, copy)} a second time")
             copies.append(LivingCopy(copy, 1))
             seen[storage] = copies[-1]
         for value in op.outputs if not (copy and op.copy_target) else op.outputs[:1]:
@@ -210,12 +211,12 @@ class _Checker:
 
     def free(self, storage: int, copy: int) -> None:
         if storage in self.entered:
-            name = self._named(storage, copy)
+            name = self._name(storage, copy)
             raise InvalidSchedule(name, "is freed, but existed before the step")
         copies = self.living.get(storage, [])
         found = next((c for c in copies if c.number == copy), None)
         if found is None:
-            raise InvalidSchedule(self._named(storage, copy), "is freed, but is not live")
+            raise InvalidSchedule(self._name(storage, copy), "is freed, but is not live")
         copies.remove(found)
 
     def finish(self) -> None:
@@ -234,7 +235,7 @@ class _Checker:
         for storage, copies in self.living.items():
             extra = [c for c in copies if storage not in outputs or c.number]
             if storage not in self.entered and extra:
-                raise InvalidSchedule(self._named(storage, extra[0].number), "is never freed")
+                raise InvalidSchedule(self._name(storage, extra[0].number), "is never freed")
 
     def _find(self, op: Op, value: int, version: int | None, own: int | None) -> LivingCopy:
         """The newest live copy that holds what an op reads; of any version if that is None."""
@@ -250,8 +251,3 @@ class _Checker:
         if not 0 <= index < len(self.graph.ops):
             raise InvalidSchedule(f"op {index}", f"does not exist: there are {len(self.graph.ops)}")
         return self.graph.ops[index]
-
-    def _named(self, storage: int, copy: int) -> str:
-        names = (value.name for value in self.graph.values if value.storage == storage)
-        name = next(names, f"storage {storage}")
-        return f"{name} (copy {copy})" if copy else name

@@ -61,7 +61,10 @@ class _Memory:
                 raise InvalidLayout(op.name, "its result is outside of the arena")
             for other in self._within(start, start + nbytes):
                 if other not in dying or not self._may_overwrite(run, piece, other):
-                    raise InvalidLayout(op.name, f"its result lies over {self._name(other)}")
+                    name = self.graph.storage_name(*other)
+                    raise InvalidLayout(
+                        op.name, f"its result lies over {name}, which is needed later"
+                    )
                 self.free(other)
                 dying.discard(other)
                 self.where[other] = (-1, 0)  # already removed when the schedule frees it
@@ -93,8 +96,3 @@ class _Memory:
             Piece(self.graph.values[value].storage, run.copies[value]) == other
             for value in op.may_overwrite
         )
-
-    def _name(self, piece: Piece) -> str:
-        names = (v.name for v in self.graph.values if v.storage == piece.storage)
-        copy = f" (copy {piece.copy})" if piece.copy else ""
-        return f"{next(names, f'storage {piece.storage}')}{copy}, which is needed later"
