@@ -199,7 +199,7 @@ class _SolverProcess:
 
     def _answer(self, program: tuple[dict[str, Any], ...]) -> tuple[str, list[float]]:
         if self._process is None:
-            command = [sys.executable, str(Path(__file__).with_name("highs_worker.py"))]
+            command = [sys.executable or "python", str(Path(__file__).with_name("highs_worker.py"))]
             pipe = subprocess.PIPE
             self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe)
             self._send(sys.path)
