@@ -35,15 +35,23 @@ class SavedProfile(NamedTuple):
 
 def graph_to_json(graph: StepGraph) -> dict[str, Any]:
     """A graph as plain lists; targets and sources are written once and referred to by number."""
-    sources = _Table()
-    targets = _Table()
+    sources: dict[tuple[str, str, int], int] = {}
+    targets: dict[str, int] = {}
+
+    def source_number(source: Source) -> int:
+        row = (source.module, _portable(source.filename), source.lineno)
+        return sources.setdefault(row, len(sources))
+
+    def target_number(target: str) -> int:
+        return targets.setdefault(target, len(targets))
+
     return {
         "storages": [[s.nbytes, s.role.name, s.device, s.held_until] for s in graph.storages],
         "values": [[v.name, v.storage, list(v.shape), v.dtype, v.producer] for v in graph.values],
         "ops": [
             [
                 op.name,
-                targets.number(op.target),
+                target_number(op.target),
                 op.phase.name,
                 list(op.inputs),
                 list(op.outputs),
@@ -51,14 +59,14 @@ def graph_to_json(graph: StepGraph) -> dict[str, Any]:
                 int(op.is_random),
                 int(op.is_view),
                 op.flops,
-                sources.number((op.source.module, _portable(op.source.filename), op.source.lineno)),
-                *_rest(targets.number(op.copy_target) if op.copy_target else None, op),
+                source_number(op.source),
+                *_rest(target_number(op.copy_target) if op.copy_target else None, op),
             ]
             for op in graph.ops
         ],
         "outputs": list(graph.outputs),
-        "targets": targets.rows,
-        "sources": [list(source) for source in sources.rows],
+        "targets": list(targets),
+        "sources": [list(source) for source in sources],
     }
 
 
@@ -277,17 +285,3 @@ def _portable(filename: str) -> str:
     parts = Path(filename).parts
     own = "/".join(part for part in parts[-2:] if part != Path(filename).anchor)
     return library if library != filename else own
-
-
-class _Table:
-    """Numbers for rows that repeat."""
-
-    def __init__(self) -> None:
-        self.rows: list[Any] = []
-        self._numbers: dict[Any, int] = {}
-
-    def number(self, row: Any) -> int:
-        if row not in self._numbers:
-            self._numbers[row] = len(self.rows)
-            self.rows.append(row)
-        return self._numbers[row]
