@@ -20,7 +20,7 @@ from rekindle.core.graph.graph import StepGraph
 from rekindle.core.graph.simulate import simulate
 from rekindle.errors import InfeasibleBudget, PlanError
 from rekindle.planners.exact.ilp import optimum, plan_ilp
-from rekindle.planners.exact.milp import Program
+from rekindle.planners.exact.milp import IntegerProgram
 from rekindle.planners.lowering import Choices, choices, keep_all, lower
 from rekindle.planners.problem import Problem, problem_of
 
@@ -52,10 +52,10 @@ def budgets_between(least: int, most: int) -> list[int]:
 def never_over_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """The program counts every byte: no solution of it turns out to need more than the budget."""
 
-    def forbid(self: Program, solution: Sequence[bool]) -> None:
+    def forbid(self: IntegerProgram, solution: Sequence[bool]) -> None:
         raise AssertionError("a solution of the integer program is over the budget")
 
-    monkeypatch.setattr(Program, "forbid", forbid)
+    monkeypatch.setattr(IntegerProgram, "forbid", forbid)
 
 
 @pytest.mark.usefixtures("never_over_budget")

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 PROGRAMS = """
-from rekindle.planners.exact.milp import Program
+from rekindle.planners.exact.milp import IntegerProgram
 
 def solve(n=8, budget=3):
-    program = Program()
+    program = IntegerProgram()
     drops = [program.decision(cost=1.0 + i % 3) for i in range(n)]
     program.peak_at(n, [(drop, -1) for drop in drops])
     return program.cheapest_within(budget)

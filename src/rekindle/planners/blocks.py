@@ -48,7 +48,7 @@ class Segment:
         return [0, *found[1:]]
 
 
-class Blocks:
+class BlockPartition:
     """A problem's forward pass, cut into blocks."""
 
     def __init__(self, problem: Problem, most: int = MAX_BLOCKS) -> None:

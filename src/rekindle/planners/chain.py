@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from rekindle.planners.blocks import Blocks, Segment
+from rekindle.planners.blocks import BlockPartition, Segment
 from rekindle.planners.local_search import SearchOptions, fit
 from rekindle.planners.lowering import Choices, choices, lower
 from rekindle.planners.min_cut import Cut, CutNetwork
@@ -225,7 +225,7 @@ class Chain:
     def __init__(self, problem: Problem, tuning: ChainOptions = DEFAULT_CHAIN) -> None:
         self.problem = problem
         self.tuning = tuning
-        self.blocks = Blocks(problem)
+        self.blocks = BlockPartition(problem)
         self._structures: dict[tuple[object, ...], _Structure] = {}
         self.options: list[list[Option]] = [[] for _ in range(self.blocks.n_blocks + 1)]
         self._segments: list[tuple[int, int, Segment, int]] = []  # with the least peak of each

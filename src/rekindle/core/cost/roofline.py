@@ -21,7 +21,7 @@ from rekindle.core.graph.graph import Op, StepGraph, Value
 from rekindle.core.graph.op_names import nbytes_of, op_name
 
 
-class Kind(NamedTuple):
+class OpRoofline(NamedTuple):
     """The roofline parameters of one kind of operator: see the module's docstring."""
 
     factor: float
@@ -29,50 +29,50 @@ class Kind(NamedTuple):
 
 
 # By the longest prefix of the operator's name: "mm" also covers "mm_anything".
-KINDS = {
-    "": Kind(1.05, 2.4),  # element-wise, and everything not listed
-    "mm": Kind(1.45, 4.0),
-    "addmm": Kind(1.45, 4.0),
-    "bmm": Kind(1.48, 3.5),
-    "baddbmm": Kind(1.48, 3.5),
-    "convolution": Kind(3.2, 8.0),
-    "convolution_backward": Kind(3.75, 16.0),
-    "native_batch_norm": Kind(7.9, 2.0),
-    "native_batch_norm_backward": Kind(7.2, 2.0),
-    "batch_norm_elemt": Kind(3.25, 2.0),
-    "cudnn_batch_norm": Kind(2.35, 2.0),
-    "cudnn_batch_norm_backward": Kind(3.05, 2.0),
-    "native_layer_norm": Kind(1.7, 1.6),
-    "native_layer_norm_backward": Kind(2.7, 5.6),
-    "native_group_norm": Kind(2.5, 3.0),
-    "native_group_norm_backward": Kind(4.0, 6.0),
-    "_scaled_dot_product": Kind(2.7, 6.0),
-    "_scaled_dot_product_efficient_attention_backward": Kind(2.36, 8.0),
-    "_scaled_dot_product_cudnn_attention": Kind(6.0, 6.0),
-    "_scaled_dot_product_cudnn_attention_backward": Kind(4.4, 8.0),
-    "_scaled_dot_product_flash_attention": Kind(6.0, 6.0),
-    "_scaled_dot_product_flash_attention_backward": Kind(4.4, 8.0),
-    "_to_copy": Kind(1.45, 1.9),
-    "sum": Kind(2.3, 7.0),
-    "mean": Kind(2.3, 5.0),
-    "var": Kind(2.5, 5.0),
-    "linalg_vector_norm": Kind(2.0, 5.0),
-    "gelu": Kind(1.42, 1.5),
-    "gelu_backward": Kind(1.3, 1.5),
-    "native_dropout": Kind(1.5, 2.0),
-    "native_dropout_backward": Kind(1.06, 1.5),
-    "_log_softmax": Kind(2.0, 3.0),
-    "_log_softmax_backward_data": Kind(1.35, 3.0),
-    "nll_loss": Kind(1.05, 10.0),
-    "_softmax": Kind(1.6, 3.0),
-    "_softmax_backward_data": Kind(1.6, 3.0),
-    "max_pool2d_with_indices": Kind(1.5, 3.0),
-    "max_pool2d_with_indices_backward": Kind(7.7, 3.0),
-    "embedding": Kind(1.5, 2.0),
-    "embedding_dense_backward": Kind(4.0, 65.0),
-    "_fused": Kind(1.15, 50.0),
-    "_foreach": Kind(1.1, 5.0),
-    "_cudnn_rnn": Kind(3.0, 50.0),
+OP_ROOFLINES = {
+    "": OpRoofline(1.05, 2.4),  # element-wise, and everything not listed
+    "mm": OpRoofline(1.45, 4.0),
+    "addmm": OpRoofline(1.45, 4.0),
+    "bmm": OpRoofline(1.48, 3.5),
+    "baddbmm": OpRoofline(1.48, 3.5),
+    "convolution": OpRoofline(3.2, 8.0),
+    "convolution_backward": OpRoofline(3.75, 16.0),
+    "native_batch_norm": OpRoofline(7.9, 2.0),
+    "native_batch_norm_backward": OpRoofline(7.2, 2.0),
+    "batch_norm_elemt": OpRoofline(3.25, 2.0),
+    "cudnn_batch_norm": OpRoofline(2.35, 2.0),
+    "cudnn_batch_norm_backward": OpRoofline(3.05, 2.0),
+    "native_layer_norm": OpRoofline(1.7, 1.6),
+    "native_layer_norm_backward": OpRoofline(2.7, 5.6),
+    "native_group_norm": OpRoofline(2.5, 3.0),
+    "native_group_norm_backward": OpRoofline(4.0, 6.0),
+    "_scaled_dot_product": OpRoofline(2.7, 6.0),
+    "_scaled_dot_product_efficient_attention_backward": OpRoofline(2.36, 8.0),
+    "_scaled_dot_product_cudnn_attention": OpRoofline(6.0, 6.0),
+    "_scaled_dot_product_cudnn_attention_backward": OpRoofline(4.4, 8.0),
+    "_scaled_dot_product_flash_attention": OpRoofline(6.0, 6.0),
+    "_scaled_dot_product_flash_attention_backward": OpRoofline(4.4, 8.0),
+    "_to_copy": OpRoofline(1.45, 1.9),
+    "sum": OpRoofline(2.3, 7.0),
+    "mean": OpRoofline(2.3, 5.0),
+    "var": OpRoofline(2.5, 5.0),
+    "linalg_vector_norm": OpRoofline(2.0, 5.0),
+    "gelu": OpRoofline(1.42, 1.5),
+    "gelu_backward": OpRoofline(1.3, 1.5),
+    "native_dropout": OpRoofline(1.5, 2.0),
+    "native_dropout_backward": OpRoofline(1.06, 1.5),
+    "_log_softmax": OpRoofline(2.0, 3.0),
+    "_log_softmax_backward_data": OpRoofline(1.35, 3.0),
+    "nll_loss": OpRoofline(1.05, 10.0),
+    "_softmax": OpRoofline(1.6, 3.0),
+    "_softmax_backward_data": OpRoofline(1.6, 3.0),
+    "max_pool2d_with_indices": OpRoofline(1.5, 3.0),
+    "max_pool2d_with_indices_backward": OpRoofline(7.7, 3.0),
+    "embedding": OpRoofline(1.5, 2.0),
+    "embedding_dense_backward": OpRoofline(4.0, 65.0),
+    "_fused": OpRoofline(1.15, 50.0),
+    "_foreach": OpRoofline(1.1, 5.0),
+    "_cudnn_rnn": OpRoofline(3.0, 50.0),
 }
 _MISALIGNED_FACTOR = 5.4  # measured on GPT-2's vocabulary of 50257 words
 _TRANSPOSING = ("t", "transpose", "permute")
@@ -128,8 +128,8 @@ def bytes_moved(graph: StepGraph) -> NDArray[np.int64]:
     return np.array([moved(op) for op in graph.ops], dtype=np.int64)
 
 
-def kind_of(name: str, kinds: Mapping[str, Kind] = KINDS) -> Kind:
-    """The kind of an operator: that of the longest known name it starts with."""
+def roofline_of(name: str, kinds: Mapping[str, OpRoofline] = OP_ROOFLINES) -> OpRoofline:
+    """The parameters of an operator: those of the longest known name it starts with."""
     return kinds[max((known for known in kinds if name.startswith(known)), key=len)]
 
 
@@ -142,16 +142,16 @@ def _time_us(graph: StepGraph, op: Op, nbytes: int, device: Device) -> float:
         name = name.replace("native", "cudnn")  # the kernel that a GPU runs for it
     rate = device.flops_per_us(dtype, tf32=name.startswith("convolution"))
     bandwidth = device.bandwidth_bytes_per_us * _REACHED_BANDWIDTH_RATIO
-    kind = kind_of(name)
+    params = roofline_of(name)
     if name in ("mm", "addmm", "bmm") and _is_misaligned(graph, op, dtype):
-        kind = kind._replace(factor=kind.factor * _MISALIGNED_FACTOR)
-    return kind.floor_us + kind.factor * max(op.flops / rate, nbytes / bandwidth)
+        params = params._replace(factor=params.factor * _MISALIGNED_FACTOR)
+    return params.floor_us + params.factor * max(op.flops / rate, nbytes / bandwidth)
 
 
 def _copy_us(op: Op, nbytes: int, device: Device) -> float:
     """The time of the element-wise operator that recomputes an op's result."""
-    kind = kind_of(op.copy_target.split(".")[1])
-    return kind.floor_us + kind.factor * nbytes / (
+    params = roofline_of(op.copy_target.split(".")[1])
+    return params.floor_us + params.factor * nbytes / (
         device.bandwidth_bytes_per_us * _REACHED_BANDWIDTH_RATIO
     )
 

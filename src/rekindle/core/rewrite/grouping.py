@@ -104,10 +104,10 @@ def needed_by(needs: Sequence[Iterable[int]], op: int) -> set[int]:
     return found
 
 
-def in_order(needs: Sequence[Iterable[int]]) -> list[int]:
+def topological_order(needs: Sequence[Iterable[int]]) -> list[int]:
     """A topological order of all ops, as close to their own order as possible.
 
-    >>> in_order([[2], [], []])
+    >>> topological_order([[2], [], []])
     [1, 2, 0]
     """
     waits = [set(each) for each in needs]

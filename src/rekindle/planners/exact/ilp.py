@@ -35,7 +35,7 @@ from rekindle.core.cost.profile import Profile
 from rekindle.core.graph.graph import StepGraph
 from rekindle.core.graph.schedule import Plan
 from rekindle.errors import InfeasibleBudget, PlanError
-from rekindle.planners.exact.milp import Program
+from rekindle.planners.exact.milp import IntegerProgram
 from rekindle.planners.finish import write_up
 from rekindle.planners.lowering import Bursts, Lowered, lower_bursts
 from rekindle.planners.problem import Problem, problem_of
@@ -138,7 +138,7 @@ class _Model:
                 f"{max_decisions} are the most it takes. Use the planner auto."
             )
         self.problem = problem
-        self.program = Program()
+        self.program = IntegerProgram()
         self.first_write: dict[int, int] = {}  # by storage
         for cell, storage in enumerate(problem.storage):
             self.first_write.setdefault(storage, problem.writer[cell])

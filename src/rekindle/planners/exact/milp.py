@@ -30,10 +30,10 @@ TIME_LIMIT_S = 600.0
 TIME_LIMIT_WITH_NODE_LIMIT_S = 5.0
 
 
-class Program:
+class IntegerProgram:
     """Minimise the cost of the decisions, subject to rows, with memory that has a peak.
 
-    >>> program = Program()
+    >>> program = IntegerProgram()
     >>> drop_small, drop_large = program.decision(cost=1.0), program.decision(cost=3.0)
     >>> program.peak_at(12, [(drop_small, -2), (drop_large, -5)])
     >>> program.cheapest_within(10)
