@@ -125,7 +125,7 @@ def _planned(
     return {
         **row,
         "budget": budget if isinstance(budget, str) else "none" if budget is None else "least",
-        "updates": sum(op.target == "rekindle.update" for op in step.graph.ops),
+        "updates": sum(op.kind.name == "UPDATE" for op in step.graph.ops),
         "bound_us": step.plan and step.plan.bound_us,
         "peak_of_plain": round(row["peak_bytes"] / plain.peak_bytes, 4),
         "time_of_plain": round(found.step_us / plain.step_us, 4),

@@ -1,4 +1,4 @@
-"""What the benchmarks of planners share: steps to plan, and runs of planners as figures."""
+"""Shared by the benchmarks of planners: steps to plan, and runs of planners as figures."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def from_zoo(name: str, batch: int) -> Load:
 
 
 def asked(make: Planner, graph: StepGraph, profile: Profile, budget_bytes: int) -> Case:
-    """What a planner makes of a budget, as figures, and the seconds it took.
+    """A planner's plan for a budget, as figures, and the seconds it took.
 
     On a machine that others use as well, the time on the CPU is the steadier of the two.
     """
@@ -84,7 +84,7 @@ def in_percent(run: Case, plain: Case) -> dict[str, float]:
 
 
 def capped(cap_s: float, run: Callable[..., Case], *arguments: Any) -> Case:
-    """What a function returns from a process of its own, or what went wrong there."""
+    """The result of a function that runs in its own process, or its error."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
 

@@ -188,7 +188,7 @@ def sweep_of(graph: StepGraph, profile: Profile) -> Case:
 
 
 def cold_auto(graph: StepGraph, profile: Profile, budget_bytes: int) -> Case:
-    """What `auto` makes of a budget when it has tried no other."""
+    """The plan of `auto` for a budget, without earlier budgets of the same step."""
 
     def afresh(graph: StepGraph, profile: Profile, budget_bytes: int) -> Plan:
         return auto.Session(problem_of(graph, profile)).plan(budget_bytes)
@@ -197,7 +197,7 @@ def cold_auto(graph: StepGraph, profile: Profile, budget_bytes: int) -> Case:
 
 
 def optima(graph: StepGraph, profile: Profile, budgets: list[int]) -> list[Case]:
-    """What `ilp` makes of the budgets, if it takes the step; it gives up after two in vain."""
+    """The plans of `ilp` for the budgets, if the step is small enough; stops after two failures."""
     found: list[Case] = []
     for budget_bytes in budgets:
         run = capped(ILP_CAP_S, asked, PLANNERS["ilp"], graph, profile, budget_bytes)

@@ -275,7 +275,7 @@ def test_a_budget_that_cannot_be_met_names_one_that_can(
         (["mlp", "--planner", "auto"], "--planner is for a plan, which needs a budget: add"),
         (["mlp", "--html", "x.html"], "--html is for a plan, which needs a budget: add --budget"),
         (["mlp", "--plan", "nowhere.json"], "there is no file nowhere.json"),
-        (["mlp", "--plan", "train.py"], "train.py is no saved plan"),
+        (["mlp", "--plan", "train.py"], "train.py is not a saved plan"),
         (["mlp", "--steps", "0"], "--steps"),
         (["mlp", "--budget", "60%", "--html", "no/folder/x.html"], "no folder no/folder"),
         ([], "Missing argument 'MODEL'"),

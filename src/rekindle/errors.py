@@ -1,39 +1,37 @@
-"""The exceptions Rekindle raises on purpose.
+"""The exceptions that Rekindle raises.
 
 RekindleError
 ├ CaptureError        names the user's line, and what to write instead
 ├ ModelError          no such model, or a model function that returns the wrong thing
-├ UnitError           a quantity in text that cannot be read; a ValueError, too
+├ UnitError           a quantity in text that cannot be parsed; also a ValueError
 ├ ProfileError
 ├ PlanError
 │ ├ InfeasibleBudget  least_peak_bytes
 │ ├ InvalidSchedule   the op and the rule it breaks
 │ └ InvalidLayout     the op, and what overlaps there
 ├ RewriteError
-└ ReportError         a report that cannot be made: a package it needs is missing
-
-Only the branches that something raises are defined; the others join with the code that raises them.
+└ ReportError         a report cannot be made: a package it needs is missing
 """
 
 from __future__ import annotations
 
 
 class RekindleError(Exception):
-    """Base of everything Rekindle raises on purpose: catch this to catch them all."""
+    """The base class of all exceptions of Rekindle."""
 
 
 class ModelError(RekindleError):
-    """A model was asked for that is not there, or cannot be built as asked."""
+    """A model does not exist, or cannot be built as requested."""
 
 
 class UnitError(RekindleError, ValueError):
-    """A quantity given as text, "8GiB" for one, cannot be read."""
+    """A quantity given as text, such as "8GiB", cannot be parsed."""
 
 
 class CaptureError(RekindleError):
     """The training step cannot be captured as one graph.
 
-    ``filename`` and ``lineno`` are the user's own line; ``advice`` says what to write instead.
+    `filename` and `lineno` are the user's line; `advice` says what to write instead.
 
     >>> error = CaptureError("reads a value", filename="train.py", lineno=7, advice="Return it.")
     >>> print(error)
@@ -54,7 +52,7 @@ class ProfileError(RekindleError):
 
 
 class RewriteError(RekindleError):
-    """A plan cannot be put into the graph."""
+    """A plan cannot be applied to the captured step."""
 
 
 class ReportError(RekindleError):
@@ -94,7 +92,7 @@ class InvalidSchedule(PlanError):
 
 
 class InvalidLayout(PlanError):
-    """Two storages that are there at the same time have memory in common, or one has none.
+    """Two storages that are live at the same time overlap, or one has no address.
 
     >>> raise InvalidLayout("relu", "its result lies over conv1, which is read later")
     Traceback (most recent call last):

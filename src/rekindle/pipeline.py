@@ -19,9 +19,8 @@ from torch import nn
 from rekindle.core.cost.profile import Profile
 from rekindle.core.graph.graph import Role, StepGraph
 from rekindle.core.graph.liveness import analyze
-from rekindle.core.graph.schedule import Plan
+from rekindle.core.graph.schedule import Plan, schedule_of
 from rekindle.core.graph.simulate import ROLES, simulate
-from rekindle.core.memory.layout import schedule_of
 from rekindle.core.rewrite.improve import carry_over
 from rekindle.engines.engine import Engine
 from rekindle.engines.expandable_segments import growing_for

@@ -1,4 +1,4 @@
-"""Units for people, parsed and printed; everywhere else there are bytes and microseconds only."""
+"""Parses and formats human-readable units; all other code uses bytes and microseconds."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def format_bytes(nbytes: int) -> str:
     >>> format_bytes(1023), format_bytes(1536), format_bytes(85_899_345_920)
     ('1023 B', '1.50 KiB', '80.0 GiB')
 
-    What would take a fourth digit moves to the next unit:
+    A number that would take a fourth digit moves to the next unit:
 
     >>> format_bytes(1000 * 1024)
     '0.977 MiB'
@@ -56,7 +56,7 @@ def format_us(us: float) -> str:
 
 
 def format_count(count: int) -> str:
-    """A large count, of floating-point operations for one, in powers of 1000.
+    """A large count, for example of FLOPs, in powers of 1000.
 
     >>> format_count(0), format_count(999), format_count(400_052_224), format_count(2 * 10**12)
     ('0', '999', '400M', '2.00T')
@@ -67,7 +67,7 @@ def format_count(count: int) -> str:
 
 
 def parse_bytes(text: str | int) -> int:
-    """The number of bytes that a text names. A fraction of a byte is cut off.
+    """The number of bytes that a text names, rounded down.
 
     >>> parse_bytes("8GiB"), parse_bytes("500MB"), parse_bytes("1.5 GB"), parse_bytes("1024")
     (8589934592, 500000000, 1500000000, 1024)
@@ -87,9 +87,7 @@ def parse_bytes(text: str | int) -> int:
 
 
 def parse_budget(budget: str | int, plain_peak_bytes: int) -> int:
-    """The bytes that a budget allows: an amount of memory, or a share of the plain step's peak.
-
-    More than the plain step needs is a budget as good as any: nothing has to be dropped then.
+    """The bytes of a budget: an amount of memory, or a share of the plain step's peak.
 
     >>> parse_budget("8GiB", 1000), parse_budget("60%", 1000), parse_budget(4096, 1000)
     (8589934592, 600, 4096)
@@ -108,7 +106,7 @@ def parse_budget(budget: str | int, plain_peak_bytes: int) -> int:
 
 
 def format_budget(nbytes: int) -> str:
-    """The amount in a few digits, as `parse_budget` reads it; rounded up, so never less.
+    """The amount in a few digits, rounded up, in a form that `parse_budget` reads.
 
     >>> format_budget(1000), format_budget(1 << 30), format_budget((1 << 30) + 1)
     ('1000B', '1GiB', '1.001GiB')
@@ -124,7 +122,7 @@ def format_budget(nbytes: int) -> str:
 
 
 def _scaled(value: float, base: int, units: tuple[str, ...], *, between: str = " ") -> str:
-    """The value in the first unit that needs no more than three digits before the point."""
+    """The value in the first unit with at most three digits before the decimal point."""
     position = 0
     while abs(float(f"{value:.3g}")) >= 1000 and position < len(units) - 1:
         value /= base

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from rekindle.core.memory.allocator_steering import (
     APART_BYTES,
+    PAGE_BYTES,
     REST_BYTES,
     ROUND_BYTES,
     Arena,
@@ -18,9 +19,10 @@ from rekindle.core.memory.allocator_steering import (
     Mismatch,
     PlannedAddresses,
     Steering,
+    plan_arena,
+    rehearse,
     rounded,
 )
-from rekindle.core.memory.steering_rehearsal import PAGE_BYTES, plan_arena, rehearse
 
 MIB = 1 << 20
 
@@ -140,7 +142,7 @@ def test_a_step_stays_in_its_arena(pieces: Blocks) -> None:
 
 
 def test_pieces_go_where_they_are_wanted() -> None:
-    """Whatever their order, and although smaller holes would do."""
+    """In any order, and although smaller holes would do."""
     start, end = np.array([0, 1, 1, 1]), np.array([3, 3, 2, 1])
     nbytes = np.array([8, 4, 16, 6]) * MIB
     pieces = Blocks(start, end, nbytes, np.ones(4, dtype=bool))
@@ -153,7 +155,7 @@ def test_pieces_go_where_they_are_wanted() -> None:
             for piece in asked:
                 address = arena.allocate(int(nbytes[piece]))
                 assert address == offsets[piece]
-                steering.took(address, int(nbytes[piece]))
+                steering.record_allocation(address, int(nbytes[piece]))
         steering.open_all()
         assert steering.plugged_bytes == 0
         assert arena.taken == {int(o): int(n) for o, n in zip(offsets, nbytes, strict=True)}
@@ -184,7 +186,7 @@ def test_larger_holes_are_not_taken_for_others() -> None:
 
 @pytest.mark.parametrize("twins", [[9, 1], [1, 9]])
 def test_there_is_room_for_larger_holes(twins: list[int]) -> None:
-    """What comes later needs the memory of the one that goes first, and more."""
+    """A later piece needs the memory of the one that is freed first, and more."""
     start, end = np.array([0, 1, 1, 3]), np.array([9, *twins, 4])
     pieces = Blocks(start, end, np.array([16, 8, 8, 24]) * MIB, np.ones(4, dtype=bool))
     assert plan_arena(pieces).arena_bytes <= pieces.least_bytes + PAGE_BYTES
@@ -197,14 +199,14 @@ def test_a_piece_that_cannot_have_its_place_leaves_others_theirs() -> None:
     arena = Arena({0: 32 * MIB})
     book = Arena({0: 32 * MIB})
     for each in (arena, book):
-        assert each.place(10 * MIB, 2 * MIB)  # nobody has foreseen this
+        assert each.place(10 * MIB, 2 * MIB)  # an unforeseen request
     steering = Steering(book, arena, PlannedAddresses(pieces, offsets))
     found = []
     for piece in range(3):
         steering.arrange([piece])
         address = arena.allocate(8 * MIB)
         assert address is not None
-        steering.took(address, 8 * MIB)
+        steering.record_allocation(address, 8 * MIB)
         found.append(address // MIB)
     assert found == [0, 24, 16]
 
@@ -217,7 +219,7 @@ def test_an_allocator_that_does_something_else_is_noticed() -> None:
         steering.arrange([0])
     steering = Steering(Arena({0: 64 * MIB}), Arena({0: 64 * MIB}), wishes)
     with pytest.raises(Mismatch):
-        steering.took(70 * MIB, 4 * MIB)
+        steering.record_allocation(70 * MIB, 4 * MIB)
 
 
 @settings(deadline=None, max_examples=60)
@@ -239,7 +241,7 @@ def test_ops_that_do_not_behave(pieces: Blocks, chance: object, scale: float) ->
     where: dict[int, int] = {}
     for position in range(int(pieces.end.max(initial=-1)) + 1):
         asked = np.flatnonzero(pieces.start == position).tolist()
-        if steering.book.taken_bytes != real.taken_bytes:
+        if steering.model.taken_bytes != real.taken_bytes:
             steering = read()
         try:
             steering.arrange([piece for piece in asked if random() < 0.9])
@@ -255,17 +257,17 @@ def test_ops_that_do_not_behave(pieces: Blocks, chance: object, scale: float) ->
             real.free(temporary)
         for piece in asked:
             try:
-                steering.took(where[piece], int(pieces.nbytes[piece]))
+                steering.record_allocation(where[piece], int(pieces.nbytes[piece]))
             except Mismatch:
                 steering = read()
                 break
         for piece in np.flatnonzero(pieces.end == position).tolist():
             real.free(where[piece])
-            steering.gave_back(where.pop(piece))
+            steering.record_free(where.pop(piece))
         check(real)
-        check(steering.book)
-        if steering.book.taken_bytes == real.taken_bytes:
-            assert steering.book.taken == real.taken
+        check(steering.model)
+        if steering.model.taken_bytes == real.taken_bytes:
+            assert steering.model.taken == real.taken
         assert steering.plugged_bytes == sum(real.taken[plug] for plug in real.plugs)
     for plug in list(real.plugs):
         real.free(plug)

@@ -1,4 +1,4 @@
-"""What frees memory comes first, where that lowers the peak, and nothing else changes."""
+"""Ops that free memory come first if that lowers the peak, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from torch import nn
 import rekindle
 from rekindle.core.graph.graph import StepGraph
 from rekindle.core.graph.liveness import analyze
-from rekindle.core.graph.schedule import check
-from rekindle.core.memory.layout import schedule_of
+from rekindle.core.graph.schedule import check, schedule_of
 from rekindle.core.rewrite.backward_order import free_first
 from rekindle.measuring.bitwise_compare import compare
 

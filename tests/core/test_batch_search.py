@@ -36,7 +36,7 @@ def test_the_largest_within_a_budget(fixed: int, each: int, budget: int) -> None
 
 @given(largest=st.integers(1, 5000), told=st.floats(0.2, 5.0), width=st.floats(1.0, 1.2))
 def test_closing_in_from_a_wrong_place(largest: int, told: float, width: float) -> None:
-    """What fits and what does not may both be wrong; what is returned has been planned."""
+    """Both ends of the interval may be wrong; the batch that is returned has a plan."""
     planned: list[int] = []
 
     def plan(batch: int) -> Fit | None:

@@ -36,7 +36,7 @@ IN_PLACE = step(
 
 
 def test_versions() -> None:
-    """What enters has version 0, what is made version 1; a change in place writes the next."""
+    """Inputs have version 0, new storages version 1; an in-place op writes the next."""
     flow = dataflow(IN_PLACE)
     assert flow.reads == (
         ((0, 0), (1, 0)),
@@ -57,7 +57,7 @@ def test_a_graph_is_analyzed_once() -> None:
 
 
 def test_who_may_run_again() -> None:
-    """Forward ops that change no state, and views, whatever the phase."""
+    """Forward ops that change no state, and views of any phase."""
     assert dataflow(IN_PLACE).refusals == (
         None,
         None,

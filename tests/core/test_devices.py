@@ -16,8 +16,8 @@ from rekindle.errors import ProfileError
 
 @pytest.fixture(autouse=True)
 def _own_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test adds is gone after it."""
-    monkeypatch.setattr(devices, "_DEVICES", dict(devices._DEVICES))
+    """Devices that a test adds are removed after it."""
+    monkeypatch.setattr(devices, "DEVICES", dict(devices.DEVICES))
 
 
 @pytest.mark.parametrize("name", ["H200", "A100-80GB", "H100", "L4", "T4", "RTX 4090"])

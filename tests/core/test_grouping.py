@@ -12,7 +12,7 @@ Needs = list[set[int]]
 
 @st.composite
 def dags(draw: st.DrawFn) -> Needs:
-    """What each op needs: some of the earlier ones."""
+    """The dependencies of each op: some of the earlier ones."""
     count = draw(st.integers(1, 12))
     return [draw(st.sets(st.integers(0, i - 1), max_size=3)) if i else set() for i in range(count)]
 
@@ -22,7 +22,7 @@ def edges(needs: Needs) -> list[tuple[int, int]]:
 
 
 def is_reached(start: int, goal: int, following: dict[int, set[int]]) -> bool:
-    """Whether a way leads from one group to another through a third."""
+    """True if a path leads from one group to another through a third."""
     stack = [group for group in following[start] if group != goal]
     seen = set(stack)
     while stack:

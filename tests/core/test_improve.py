@@ -1,4 +1,4 @@
-"""What may be done together, in place and early, and what that makes of a graph and its costs."""
+"""Foreach, in-place and early updates: when they apply, and the resulting graphs and costs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ from support.random_steps import steps
 from rekindle.core.cost.profile import Profile
 from rekindle.core.graph.graph import Op, Phase, Role, StepGraph
 from rekindle.core.graph.liveness import analyze
-from rekindle.core.graph.schedule import check
+from rekindle.core.graph.schedule import check, schedule_of
 from rekindle.core.graph.simulate import simulate
-from rekindle.core.memory.layout import schedule_of
 from rekindle.core.rewrite.improve import (
-    TOGETHER_TARGET,
-    UPDATE_TARGET,
+    OpKind,
     Update,
     batch_small_ops,
     carry_over,
@@ -44,8 +42,8 @@ def storage_of(graph: StepGraph, name: str) -> int:
     return next(value.storage for value in graph.values if value.name == name)
 
 
-def positions(graph: StepGraph, target: str) -> list[int]:
-    return [op.index for op in graph.ops if op.target == target]
+def positions(graph: StepGraph, kind: OpKind) -> list[int]:
+    return [op.index for op in graph.ops if op.kind is kind]
 
 
 def assert_consistent(graph: StepGraph) -> None:
@@ -102,7 +100,7 @@ CHAIN = {3: (4,), 4: (5,)}
 
 
 def overwriting(graph: StepGraph) -> dict[int, tuple[int, ...]]:
-    """What each backward op of a chain writes over, once it is improved."""
+    """The value that each backward op of a chain overwrites, once it is improved."""
     found = write_in_place(graph)
     assert_consistent(found)
     return {op.index: op.mutates for op in found.ops if op.mutates and op.phase is BACKWARD}
@@ -189,7 +187,7 @@ def test_ops_of_other_passes_are_left_alone() -> None:
 
 
 def test_a_gradient_is_not_overwritten() -> None:
-    """Even if no optimizer reads it, somebody may find it at its parameter."""
+    """Even if no optimizer reads it, the user may read it at its parameter."""
     memory = storages((8, Role.PARAM), (8, Role.OUTPUT), (8, Role.GRAD), (8, Role.TEMP))
     calls = [
         Call(FORWARD, (0,), (1,)),
@@ -257,7 +255,7 @@ def groups(graph: StepGraph) -> list[list[str]]:
     return [
         [graph.values[v].name for v in (op.outputs or op.mutates)]
         for op in graph.ops
-        if op.target == TOGETHER_TARGET
+        if op.kind is OpKind.FOREACH
     ]
 
 
@@ -268,7 +266,7 @@ def test_ops_of_one_kind_become_one_in_place_of_the_last() -> None:
     assert [op.name for op in found.ops] == [
         *("op0", "op1", "op3", "op5", "op7", "op8_together", "op9")
     ]
-    (op,) = [op for op in found.ops if op.target == TOGETHER_TARGET]
+    (op,) = [op for op in found.ops if op.kind is OpKind.FOREACH]
     assert (op.phase, op.inputs, op.outputs) == (BACKWARD, (2, 4, 6, 8), (3, 5, 7, 9))
     assert [found.values[v].producer for v in op.outputs] == [op.index] * 4
     assert [(v.name, v.storage) for v in found.values] == [
@@ -282,7 +280,7 @@ def test_work_adds_up_and_nobody_writes_in_place() -> None:
     graph, casts = with_casts()
     ops = tuple(replace(op, flops=op.index, may_overwrite=op.inputs[:1]) for op in graph.ops)
     found = batch_small_ops(replace(graph, ops=ops), [casts])
-    (op,) = [op for op in found.ops if op.target == TOGETHER_TARGET]
+    (op,) = [op for op in found.ops if op.kind is OpKind.FOREACH]
     assert (op.flops, op.may_overwrite) == (sum(casts), ())
 
 
@@ -427,7 +425,7 @@ def layers(
 def updated(graph: StepGraph) -> list[list[str]]:
     """The parameters of each update, by name, in order."""
     return [
-        [graph.values[v].name for v in op.mutates] for op in graph.ops if op.target == UPDATE_TARGET
+        [graph.values[v].name for v in op.mutates] for op in graph.ops if op.kind is OpKind.UPDATE
     ]
 
 
@@ -437,7 +435,7 @@ def last_read(graph: StepGraph, name: str) -> int:
     return max(
         op.index
         for op in graph.ops
-        if op.target != UPDATE_TARGET and storage in {graph.values[v].storage for v in op.inputs}
+        if op.kind is not OpKind.UPDATE and storage in {graph.values[v].storage for v in op.inputs}
     )
 
 
@@ -446,7 +444,7 @@ def update_of(graph: StepGraph, name: str) -> int:
     (found,) = (
         op.index
         for op in graph.ops
-        if op.target == UPDATE_TARGET and name in {graph.values[v].name for v in op.mutates}
+        if op.kind is OpKind.UPDATE and name in {graph.values[v].name for v in op.mutates}
     )
     return found
 
@@ -475,7 +473,7 @@ def test_a_weight_that_is_read_again_later_is_updated_later() -> None:
     early = layers([64] * 3, also_read={2: 0}).early()  # tied: the last layer's and the first's
     assert update_of(early, "in1") < update_of(early, "in2")
     assert update_of(early, "in2") > last_read(early, "in2")
-    assert early.ops[-1].target == UPDATE_TARGET
+    assert early.ops[-1].kind is OpKind.UPDATE
 
 
 def test_the_optimizers_ops_and_what_they_make_are_gone() -> None:
@@ -490,7 +488,7 @@ def test_the_optimizers_ops_and_what_they_make_are_gone() -> None:
     assert len(early.values) == len(made.graph.values) - len(lost)
     assert len(early.storages) == len(made.graph.storages)
     assert len(early.ops) == len(made.graph.ops) - len(names) + 3
-    rest = [op.name for op in early.ops if op.target != UPDATE_TARGET]
+    rest = [op.name for op in early.ops if op.kind is not OpKind.UPDATE]
     assert rest == [op.name for op in made.graph.ops if op.name not in names]
 
 
@@ -514,7 +512,7 @@ def test_values_keep_their_names_and_storages() -> None:
 def test_an_update_reads_gradients_and_changes_parameters() -> None:
     early = layers([64] * 3).early()
     for op in early.ops:
-        if op.target == UPDATE_TARGET:
+        if op.kind is OpKind.UPDATE:
             roles = [early.storage_of(v).role for v in op.inputs]
             assert roles == [Role.GRAD, Role.PARAM]
             assert op.inputs[1:] == op.mutates
@@ -573,7 +571,7 @@ def test_an_improved_step_costs_what_the_captured_one_does() -> None:
     assert (found.device, found.overhead_bytes) == (profile.device, 11)
     cost_of = dict(zip((op.name for op in made.graph.ops), profile.costs, strict=True))
     for op, cost in zip(early.ops, found.costs, strict=True):
-        if op.target != UPDATE_TARGET:
+        if op.kind is not OpKind.UPDATE:
             assert cost == cost_of[op.name]
 
 
@@ -597,7 +595,7 @@ def test_done_together_costs_as_much_as_one_by_one() -> None:
     found = batch_small_ops(graph, [casts])
     costs = carry_over(profile, graph, found)
     costs.check(found)
-    (place,) = positions(found, TOGETHER_TARGET)
+    (place,) = positions(found, OpKind.FOREACH)
     assert costs.step_us == pytest.approx(profile.step_us)
     assert costs.costs[place].time_us == sum(1.0 + index for index in casts)
     assert costs.costs[place].workspace_bytes == 12
@@ -626,7 +624,7 @@ def test_an_update_needs_what_the_optimizer_makes_for_one_parameter_at_a_time() 
     made = layers([MIB] * 4)
     early = made.early()
     found = carry_over(profile_of(made.graph), made.graph, early)
-    assert [found.costs[i].workspace_bytes for i in positions(early, UPDATE_TARGET)] == [MIB] * 4
+    assert [found.costs[i].workspace_bytes for i in positions(early, OpKind.UPDATE)] == [MIB] * 4
 
 
 # Random steps
@@ -652,7 +650,7 @@ def meaning(
     updates: Sequence[Update] = (),
     optimizer_ops: Collection[int] = (),
 ) -> tuple[Meaning, Meaning]:
-    """What each captured op reads, and what is there in the end, when a form of a step runs.
+    """The reads of each captured op, and the final state, when a form of a step runs.
 
     A number stands for all that has gone into a piece of memory. Ops do what the captured ones of
     their name do; only where they put it is the form's own business.
@@ -683,10 +681,10 @@ def meaning(
 
     gone = set(optimizer_ops)
     for op in graph.ops:
-        if op.target == UPDATE_TARGET:
+        if op.kind is OpKind.UPDATE:
             for value in op.mutates:
                 update(graph.values[value].name)
-        elif op.target == TOGETHER_TARGET:
+        elif op.kind is OpKind.FOREACH:
             for value in op.outputs:
                 run(maker[graph.values[value].name])
         elif graph is captured and op.index in gone:
@@ -788,7 +786,7 @@ def test_random_steps_with_early_updates(
     if updates:
         assert costs.step_us == pytest.approx(profile.step_us)
     for op in early.ops:
-        if op.target == UPDATE_TARGET:
+        if op.kind is OpKind.UPDATE:
             roles = [early.storage_of(v).role for v in op.inputs]
             assert {*roles} == {Role.GRAD, Role.PARAM}
     light = replace(costs, costs=tuple(replace(c, workspace_bytes=0) for c in costs.costs))

@@ -74,7 +74,7 @@ def test_the_lecture(lecture: StepGraph) -> None:
         (1, 2, 3),
         (2, 3, 4),
     ]
-    assert found.refusals == {0: "in1 was there before the step"}
+    assert found.refusals == {0: "in1 existed before the step"}
     assert (found.start.tolist(), found.end.tolist()) == ([0, 1, 2], [1, 2, 2])
 
 
@@ -85,7 +85,7 @@ def test_what_is_read_later_is_not_written_over() -> None:
     graph = element_wise(step(storages(*sizes), [0], calls, outputs=[3]))
     found = layout(graph)
     assert found.arena_bytes == 2 * KIB
-    assert found.refusals == {0: "in0 was there before the step", 1: "v1 is needed later"}
+    assert found.refusals == {0: "in0 existed before the step", 1: "v1 is needed later"}
     assert [reuse.op for reuse in found.reuses] == [2]
     check_layout(graph, found)
 
@@ -101,7 +101,7 @@ def test_roles_that_are_left_out() -> None:
         assert found.storage.tolist() == [1, 3]
         assert found.arena_bytes == kibibytes * KIB
         assert not found.reuses
-        assert found.refusals == {0: "in0 was there before the step", 2: "v2 is not laid out"}
+        assert found.refusals == {0: "in0 existed before the step", 2: "v2 is not laid out"}
     with pytest.raises(InvalidLayout, match="no address"):
         check_layout(graph, found)
 
@@ -199,7 +199,7 @@ def test_random_steps(made: tuple[StepGraph, Profile], seed: int) -> None:
 
 
 def test_wrong_layouts_are_caught() -> None:
-    """Any piece moved onto another that is there at the same time, made smaller, or left out."""
+    """Any piece moved onto another that is live at the same time, made smaller, or left out."""
     n_moved = 0
     for seed in range(60):
         rng = random.Random(seed)

@@ -1,4 +1,4 @@
-"""Lifetimes of storages: on graphs written by hand, and on a two-layer network worked on paper."""
+"""Lifetimes of storages, on graphs written by hand and on a two-layer network."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def test_what_is_known_comes_first() -> None:
 
 
 def test_an_output_is_not_an_activation() -> None:
-    """It is alive at the end whatever happens, so dropping it gains nothing."""
+    """It is alive at the end under every plan, so dropping it gains nothing."""
     ops = [op(0, Phase.FORWARD, [], [0]), op(1, Phase.BACKWARD, [0], [1])]
     assert roles(2, ops, outputs={0}) == [Role.OUTPUT, Role.GRAD_MAP]
 

@@ -11,9 +11,8 @@ from support.hand_made import one_op
 from torch import nn
 
 import rekindle
-from rekindle.core.cost import roofline
 from rekindle.core.cost.devices import Device
-from rekindle.core.cost.roofline import Kind, analytic_profile, bytes_moved, kind_of
+from rekindle.core.cost.roofline import OpRoofline, analytic_profile, bytes_moved, roofline_of
 from rekindle.core.graph.graph import Phase, Role, StepGraph
 from rekindle.core.graph.op_names import op_name
 
@@ -138,7 +137,7 @@ SLOW = Device("slow", 1 << 34, 1e3, 1e3, 2e3, 4e3, overhead_bytes=77)
 def time_us(graph: StepGraph, device: Device) -> float:
     """The time of a graph's one op beyond its floor, by its factor."""
     [op] = graph.ops
-    kind = kind_of(op_name(op))
+    kind = roofline_of(op_name(op))
     return (analytic_profile(graph, device).costs[0].time_us - kind.floor_us) / kind.factor
 
 
@@ -207,11 +206,15 @@ def test_the_profile_carries_the_devices_figures() -> None:
     assert not any(cost.is_measured for cost in profile.costs)
 
 
-def test_the_longest_prefix_decides_the_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds = {"": Kind(1, 1), "conv": Kind(2, 2), "conv_back": Kind(3, 3), "mm": Kind(4, 4)}
-    monkeypatch.setattr(roofline, "_KINDS", kinds)
+def test_the_longest_prefix_decides_the_kind() -> None:
+    kinds = {
+        "": OpRoofline(1, 1),
+        "conv": OpRoofline(2, 2),
+        "conv_back": OpRoofline(3, 3),
+        "mm": OpRoofline(4, 4),
+    }
     found = {
-        name: kind_of(name).floor_us
+        name: roofline_of(name, kinds).floor_us
         for name in ("conv", "conv_b", "conv_back", "conv_backward", "mm_", "addmm", "neg", "")
     }
     assert found == {
@@ -224,7 +227,7 @@ def test_the_longest_prefix_decides_the_kind(monkeypatch: pytest.MonkeyPatch) ->
     "backward", ["convolution", "native_layer_norm", "max_pool2d_with_indices"]
 )
 def test_a_backward_op_has_a_kind_of_its_own(backward: str) -> None:
-    assert kind_of(f"{backward}_backward") is not kind_of(backward)
+    assert roofline_of(f"{backward}_backward") is not roofline_of(backward)
 
 
 def test_a_real_step_on_two_devices() -> None:

@@ -18,9 +18,9 @@ from rekindle.core.graph.graph import Role, StepGraph
 from rekindle.core.graph.schedule import Compute, Free, Instruction, Schedule, check
 from rekindle.core.graph.simulate import simulate
 from rekindle.errors import InvalidSchedule, PlanError
-from rekindle.planners.baselines.simple import plan_none
 from rekindle.planners.lowering import Choices, Lowered, choices, lower, to_schedule
 from rekindle.planners.problem import problem_of
+from rekindle.planners.registry import plan_none
 
 # Storages and values: 0 x, 1 w, 2 count, 3 hidden, 4 activation, 5 loss, 6 its gradient, 7 the
 # weight's. Op 0 makes 3; op 1 makes 4 of it and draws random numbers, as does op 2, which counts.
@@ -81,12 +81,12 @@ def test_valid_schedules_pass() -> None:
 @pytest.mark.parametrize(
     ("schedule", "message"),
     [
-        (changed(PLAIN, (Compute(0), [])), "op1: reads v3, which is not there"),
-        (changed(RECOMPUTED, (Compute(0, 2), [])), "op5: reads v3, which is not there"),
-        (changed(RECOMPUTED, (Compute(0, 1), [])), "op1: reads v3, which is not there"),
+        (changed(PLAIN, (Compute(0), [])), "op1: reads v3, which is not live"),
+        (changed(RECOMPUTED, (Compute(0, 2), [])), "op5: reads v3, which is not live"),
+        (changed(RECOMPUTED, (Compute(0, 1), [])), "op1: reads v3, which is not live"),
         (
             changed(PLAIN, (Compute(4), [Compute(4), Free(3)]), (Free(3), [])),
-            "op5: reads v3, which is not there",
+            "op5: reads v3, which is not live",
         ),
         (
             changed(PLAIN, (Compute(3), [Compute(2, 1), Compute(3)])),
@@ -96,10 +96,10 @@ def test_valid_schedules_pass() -> None:
             changed(PLAIN, (Free(4), [Compute(4, 1), Free(6, 1), Free(4)])),
             "op4: must not be recomputed: it is an op of the backward pass",
         ),
-        (changed(PLAIN, (Free(3), [Free(3), Free(3)])), "v3: is freed, but is not there"),
+        (changed(PLAIN, (Free(3), [Free(3), Free(3)])), "v3: is freed, but is not live"),
         (
             changed(RECOMPUTED, (Free(3, 2), [Free(3, 2), Free(3, 1)])),
-            "v3 (copy 1): is freed, but is not there",
+            "v3 (copy 1): is freed, but is not live",
         ),
         (changed(PLAIN, (Free(3), [])), "v3: is never freed"),
         (changed(RECOMPUTED, (Free(4, 1), [])), "v4 (copy 1): is never freed"),
@@ -109,21 +109,21 @@ def test_valid_schedules_pass() -> None:
             changed(RECOMPUTED, (Compute(0, 1), [Compute(0, 1), Compute(0, 1)])),
             "op0: runs twice as the same",
         ),
-        ((*PLAIN, Free(5)), "v5: is an output, and is not there at the end"),
+        ((*PLAIN, Free(5)), "v5: is an output, but is not live at the end"),
         (changed(PLAIN, (Compute(2), [])), "op2: never runs"),
         (changed(PLAIN, (Compute(6), [])), "op6: never runs"),
         (
             changed(PLAIN, (Compute(1), []), (Compute(2), [Compute(2), Compute(1)])),
             "op1: draws random numbers out of their captured order",
         ),
-        ((*PLAIN, Free(1)), "in1: is freed, but was there before the step"),
-        ((*PLAIN, Free(0, 1)), "in0 (copy 1): is freed, but was there before the step"),
+        ((*PLAIN, Free(1)), "in1: is freed, but existed before the step"),
+        ((*PLAIN, Free(0, 1)), "in0 (copy 1): is freed, but existed before the step"),
         ((*PLAIN, Compute(7)), "op 7: does not exist: there are 7"),
         ((*PLAIN, Compute(-1)), "op -1: does not exist"),
-        ((*PLAIN, Free(99)), "storage 99: is freed, but is not there"),
+        ((*PLAIN, Free(99)), "storage 99: is freed, but is not live"),
         (
             changed(PLAIN, (Free(7), [Compute(0, 1), Free(3, 1), Free(7)])),
-            "op0: reads in1, which is not there",  # the update has changed it
+            "op0: reads in1, which is not live",  # the update has changed it
         ),
         ((), "op0: never runs"),
     ],
@@ -173,9 +173,9 @@ def test_a_copy_passes_through_the_versions_of_the_original() -> None:
 @pytest.mark.parametrize(
     ("again", "message"),
     [
-        ([0, 2, 1, 3], "op1: reads v1, which is not there"),  # which op 2 has overwritten
-        ([0, 1, 3], "op5: reads v3, which is not there"),  # at the version that op 2 writes
-        ([0, 1, 2], "op5: reads v3, which is not there"),  # the view
+        ([0, 2, 1, 3], "op1: reads v1, which is not live"),  # which op 2 has overwritten
+        ([0, 1, 3], "op5: reads v3, which is not live"),  # at the version that op 2 writes
+        ([0, 1, 2], "op5: reads v3, which is not live"),  # the view
         ([0, 1, 2, 2, 3], "op2: runs twice as the same copy"),
     ],
 )
@@ -189,14 +189,14 @@ def test_a_copy_with_another_history_is_refused(again: list[int], message: str) 
 
 def test_an_in_place_copy_changes_no_other_copy() -> None:
     """Op 2 would change the original a second time."""
-    with pytest.raises(InvalidSchedule, match=r"op2: reads v1, which is not there"):
+    with pytest.raises(InvalidSchedule, match=r"op2: reads v1, which is not live"):
         check(IN_PLACE, (*FORWARD_PASS, Compute(2, 1)))
 
 
 def test_a_plan_belongs_to_its_graph() -> None:
     plan = plan_none(GRAPH, profile_of(GRAPH), 1000)
     plan.check(GRAPH)
-    with pytest.raises(PlanError, match="this plan is of another step"):
+    with pytest.raises(PlanError, match="this plan is for another step"):
         plan.check(IN_PLACE)
     with pytest.raises(InvalidSchedule, match="v3: is never freed"):
         replace(plan, schedule=changed(plan.schedule, (Free(3), []))).check(GRAPH)
@@ -272,7 +272,7 @@ def test_no_instruction_comes_before_one_it_needs(made: LoweredStep) -> None:
 
 
 def needs(graph: StepGraph, schedule: Schedule, first: Instruction, second: Instruction) -> bool:
-    """Whether two instructions must stay in order: one writes or frees what the other touches.
+    """True if two instructions must stay in order: one writes or frees what the other touches.
 
     Only storages of which there is one copy are looked at: of others, another copy may be read.
     """

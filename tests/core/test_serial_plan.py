@@ -91,7 +91,7 @@ def test_a_bad_file_is_told_in_one_line(tmp_path: Path, content: bytes) -> None:
         load_plan(path)
     message = str(caught.value)
     assert message.startswith(f"{path} ")
-    assert "anew with rekindle plan MODEL" in message
+    assert "again with rekindle plan MODEL" in message
     assert "\n" not in message
 
 
@@ -99,5 +99,5 @@ def test_a_saved_profile_is_no_plan(tmp_path: Path) -> None:
     graph, profile, _ = tiny_step()
     path = tmp_path / "tiny.json.gz"
     save_profile(path, graph, profile, ABOUT)
-    with pytest.raises(PlanError, match="is no saved plan"):
+    with pytest.raises(PlanError, match="is not a saved plan"):
         load_plan(path)

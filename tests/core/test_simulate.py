@@ -49,7 +49,7 @@ def row(trace: Trace, role: Role) -> list[int]:
 
 
 def test_every_position_by_hand() -> None:
-    """An op's outputs are there with its inputs; what has been read for the last time then goes."""
+    """An op's outputs and inputs are live together; then dead inputs are freed."""
     trace = simulate(GRAPH, profile_of(GRAPH, times_us=[1, 2, 3, 4, 5, 6]))
     assert trace.live_bytes.tolist() == [1110, 1130, 1123, 1163, 2143, 2103]
     assert row(trace, Role.INPUT) == 6 * [100]
@@ -81,7 +81,7 @@ def test_what_is_alive() -> None:
 
 
 def test_workspace_and_overhead() -> None:
-    """A workspace is there while its op runs and counts as temporary; the overhead always is."""
+    """A workspace is live while its op runs and counts as temporary; the overhead always is."""
     trace = simulate(GRAPH, profile_of(GRAPH, workspaces={1: 7000, 3: 1}, overhead_bytes=50_000))
     assert trace.live_bytes.tolist() == [51110, 58130, 51123, 51164, 52143, 52103]
     assert row(trace, Role.TEMP) == [10, 7010, 0, 1, 0, 0]
@@ -143,7 +143,7 @@ def test_what_is_held_counts() -> None:
 
 
 def test_a_storage_nobody_touches_is_not_there() -> None:
-    """Calls whose results nobody uses are dropped; whoever held their results holds nothing."""
+    """Calls with unused results are removed, and variables that held their results hold nothing."""
     graph = step(
         storages((8, Role.PARAM), (512, Role.TEMP), (512, Role.TEMP), held_until={2: 1}),
         entering=[0],
@@ -225,7 +225,7 @@ def test_what_the_cuda_allocator_makes_of_a_request(requested: int, allocated: i
 
 
 def test_what_a_step_makes_in_an_arena_is_not_rounded_to_segments() -> None:
-    """What is there before it is, as CUDA's allocator put it there."""
+    """Resident storages are counted as CUDA's allocator rounds them."""
     sizes = ((11 * MIB, Role.PARAM), (11 * MIB, Role.ACTIVATION), (1, Role.TEMP))
     graph = step(
         storages(*sizes),
@@ -252,7 +252,7 @@ def test_a_profile_of_another_step() -> None:
 
 
 def naive_live_bytes(graph: StepGraph, profile: Profile) -> list[dict[Role, int]]:
-    """What is there at each position, by role, by asking of each storage whether it still is."""
+    """The live bytes at each position, by role, storage by storage."""
     before = {value.storage for value in graph.values if value.producer is None}
 
     def size(index: int) -> int:

@@ -1,4 +1,4 @@
-"""Planned steps on paper: a timeline worked out by hand, and the lowering's own count."""
+"""Simulated plans: a timeline worked out by hand, and the lowering's own count."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def test_a_plan_of_another_step() -> None:
 @pytest.mark.parametrize(
     ("instruction", "message"),
     [
-        (Free(3), r"storage 3 \(copy 0\): is freed, but is not there"),
-        (Free(2, 9), r"storage 2 \(copy 9\): is freed, but is not there"),
+        (Free(3), r"storage 3 \(copy 0\): is freed, but is not live"),
+        (Free(2, 9), r"storage 2 \(copy 9\): is freed, but is not live"),
         (Compute(7), "op 7: does not exist: there are 7"),
         (Compute(-1), "op -1: does not exist"),
     ],
@@ -103,7 +103,7 @@ def test_an_instruction_that_makes_no_sense(instruction: Compute | Free, message
 
 @pytest.mark.parametrize("path", sorted(MEASURED.glob("*.json.gz")), ids=lambda p: p.name)
 def test_the_lowering_counts_the_same(path: Path) -> None:
-    """Position by position, whatever is kept, and also where copies are let go and made again.
+    """Position by position, for random choices, and also if copies are freed and recomputed.
 
     A schedule has more positions than the lowering: the views of what is computed again.
     """

@@ -34,7 +34,7 @@ GRAPH = StepGraph(
 
 
 def test_sums() -> None:
-    """Every phase and role is there, those without ops or bytes with 0."""
+    """Every phase and role is listed, those without ops or bytes with 0."""
     assert GRAPH.count_by_phase() == {
         Phase.FORWARD: 2,
         Phase.LOSS: 1,

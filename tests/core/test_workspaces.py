@@ -1,4 +1,4 @@
-"""Workspaces on paper: the rules by hand, and against what was measured on a GPU."""
+"""Estimated workspaces: the rules by hand, and against measurements on a GPU."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from support.hand_made import one_op
 
 from rekindle.core.cost.devices import find_device
 from rekindle.core.cost.profile import Profile
-from rekindle.core.cost.roofline import analytic_profile
-from rekindle.core.cost.workspaces import workspace_bytes
+from rekindle.core.cost.roofline import analytic_profile, workspace_bytes
 from rekindle.core.graph.graph import Op, StepGraph
 from rekindle.core.graph.op_names import op_name
 from rekindle.core.graph.serial import load_profile

@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rekindle import dynamo
-from rekindle.core.graph.graph import FUSED_PREFIX, Phase
+from rekindle.core.graph.graph import OpKind, Phase
 from rekindle.core.graph.schedule import Compute
 from rekindle.dynamo import aot
 from rekindle.dynamo.session import Partitioner
@@ -79,7 +79,7 @@ def test_dropout_is_computed_again_from_its_seed(monkeypatch: pytest.MonkeyPatch
 def test_fused_ops_cost_their_traffic(monkeypatch: pytest.MonkeyPatch) -> None:
     only = _planned(monkeypatch, attention)
     graph, costs = only.graph, only.profile.costs
-    fused = [op for op in graph.ops if op.target.startswith(FUSED_PREFIX)]
+    fused = [op for op in graph.ops if op.kind is OpKind.FUSED]
     assert fused
     assert all(len(op.members) > 1 for op in fused)
     for op in fused:
@@ -91,7 +91,7 @@ def test_fused_ops_cost_their_traffic(monkeypatch: pytest.MonkeyPatch) -> None:
     unwritten = [
         op
         for op in fused
-        if all(r.target.startswith(FUSED_PREFIX) for v in op.outputs for r in readers[v])
+        if all(r.kind is OpKind.FUSED for v in op.outputs for r in readers[v])
         and op.phase is Phase.FORWARD
     ]
     assert all(costs[op.index].copy_us < costs[op.index].time_us for op in unwritten)

@@ -22,8 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import rekindle
-from rekindle.core.memory.allocator_steering import REST_BYTES, Arena
-from rekindle.core.memory.steering_rehearsal import PAGE_BYTES
+from rekindle.core.memory.allocator_steering import PAGE_BYTES, REST_BYTES, Arena
 from rekindle.engines import select_engine
 from rekindle.engines.cudagraph import arena
 from rekindle.engines.cudagraph.arena import Counts

@@ -22,7 +22,7 @@ from support.uncompiled import (
 from torch import Tensor, nn
 
 from rekindle.core.graph.dataflow import dataflow
-from rekindle.core.graph.graph import CAST_TARGET, Role
+from rekindle.core.graph.graph import OpKind, Role
 from rekindle.engines.inductor import decompositions
 from rekindle.engines.inductor.always_recompute import AlwaysRecomputed
 from rekindle.engines.inductor.call_index import CallIndex
@@ -197,7 +197,7 @@ def test_short_parameters_are_cast_in_one_call() -> None:
     together = [call for call in recording.tape.calls if call.node.target is cast]
     assert [len(call.results) for call in together] == [3]  # two biases, and a short weight
     graph = lift(recording)
-    (op,) = [op for op in graph.ops if op.target == CAST_TARGET]
+    (op,) = [op for op in graph.ops if op.kind is OpKind.CAST]
     assert dataflow(graph).refusals[op.index] == "does what several ops do"
     single = [op for op in graph.ops if op.target == "aten._to_copy.default"]
     assert (256, 256) in [graph.values[op.outputs[0]].shape for op in single]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,35 +20,33 @@ from rekindle.core.graph.schedule import Plan
 from rekindle.core.graph.serial import load_profile
 from rekindle.core.graph.simulate import simulate
 from rekindle.errors import InfeasibleBudget
-from rekindle.planners.auto import plan_auto, session
+from rekindle.planners.auto import AutoOptions, auto_planner, plan_auto
 from rekindle.planners.chain import Chain
 from rekindle.planners.exact.ilp import optimum
+from rekindle.planners.local_search import SearchOptions
 from rekindle.planners.lowering import keep_all, lower
 from rekindle.planners.problem import problem_of
-from rekindle.planners.registry import PLANNERS
+from rekindle.planners.registry import PLANNERS, Planner
 
 PROFILES = Path(__file__).parents[2] / "benchmarks" / "profiles"
 
 
-@pytest.fixture
-def without_ilp(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No step is small enough for the integer program."""
-    module = importlib.import_module("rekindle.planners.auto")
-    monkeypatch.setattr(module, "_MOST_FOR_ILP", 0)
-    monkeypatch.setattr(module, "_MOST_FOR_A_TRY", 0)
+def without_ilp(graph: StepGraph, profile: Profile, budget_bytes: int) -> Plan:
+    """The planner `auto`, for which no step is small enough for the integer program."""
+    options = AutoOptions(max_decisions_for_ilp=0, max_decisions_for_ilp_attempt=0)
+    return plan_auto(graph, profile, budget_bytes, options)
 
 
-# Steps worked on paper
+# Steps worked out by hand
 
 
-@pytest.mark.usefixtures("without_ilp")
 def test_chains_and_diamonds_without_the_integer_program() -> None:
     graph, profile = chain(4, times_us=[5.0, 3.0, 2.0, 4.0])
     for budget, us in ((5, 0.0), (4, 3.0), (3, 13.0)):
-        assert plan_auto(graph, profile, budget).recompute_us == us
+        assert without_ilp(graph, profile, budget).recompute_us == us
     graph, profile = diamond()
     for budget, _, us in DIAMOND_OPTIMA:
-        assert plan_auto(graph, profile, budget).recompute_us == us
+        assert without_ilp(graph, profile, budget).recompute_us == us
 
 
 # Random steps
@@ -63,8 +60,8 @@ def small_steps(seeds: range) -> Iterator[tuple[int, StepGraph, Profile]]:
         yield seed, *random_step(rng, n_forward, micro_batches=1 + (seed % 3 == 2))
 
 
-def compared(seeds: range) -> list[tuple[float, float]]:
-    """What `auto` adds and what must be added, at budgets from the least peak up."""
+def compared(planner: str | Planner, seeds: range) -> list[tuple[float, float]]:
+    """The time that `auto` adds and the optimum, at budgets from the least peak up."""
     found = []
     for seed, graph, profile in small_steps(seeds):
         problem = problem_of(graph, profile)
@@ -72,7 +69,7 @@ def compared(seeds: range) -> list[tuple[float, float]]:
         most = lower(problem, keep_all(problem)).peak_bytes
         for budget in sorted({least, (least + most) // 2} - {most}):
             best_us = optimum(problem, budget).recompute_us
-            plan = ask("auto", graph, profile, budget)
+            plan = ask(planner, graph, profile, budget)
             if isinstance(plan, InfeasibleBudget):
                 assert plan.least_peak_bytes > budget
                 found.append((float("inf"), best_us))
@@ -88,21 +85,19 @@ def compared(seeds: range) -> list[tuple[float, float]]:
 
 def test_it_equals_the_optimum_on_small_steps() -> None:
     """In 95% of cases at least, is asked for; where the integer program is quick, in all."""
-    found = compared(range(60))
+    found = compared("auto", range(60))
     equal = [us <= best_us + 1e-6 for us, best_us in found]
     assert len(equal) > 70
     assert sum(equal) >= 0.95 * len(equal)
 
 
-@pytest.mark.usefixtures("without_ilp")
 def test_without_the_integer_program_it_is_valid_and_never_below_the_optimum() -> None:
-    found = compared(range(40))
+    found = compared(without_ilp, range(40))
     assert len(found) > 40
     met = [us for us, _ in found if us < float("inf")]
     assert len(met) > 0.5 * len(found)
 
 
-@pytest.mark.usefixtures("without_ilp")
 def test_it_is_never_worse_than_any_other_planner() -> None:
     """At each budget, and in the least peak; the integer program knows more, and is left out."""
     others = [name for name in PLANNERS if name not in ("auto", "ilp")]
@@ -110,9 +105,9 @@ def test_it_is_never_worse_than_any_other_planner() -> None:
     for seed, graph, profile in small_steps(range(15)):
         problem = problem_of(graph, profile)
         most = lower(problem, keep_all(problem)).peak_bytes
-        least = least_peak("auto", graph, profile)
+        least = least_peak(without_ilp, graph, profile)
         for budget in {least, (least + most) // 2, (least + 3 * most) // 4}:
-            mine = plan_auto(graph, profile, budget).recompute_us
+            mine = without_ilp(graph, profile, budget).recompute_us
             for name in others:
                 other = ask(name, graph, profile, budget)
                 if isinstance(other, InfeasibleBudget):
@@ -123,15 +118,14 @@ def test_it_is_never_worse_than_any_other_planner() -> None:
     assert n_cheaper > 20
 
 
-@pytest.mark.usefixtures("without_ilp")
 def test_a_plan_does_not_depend_on_what_was_asked_before() -> None:
     for seed in range(8):
         graph, profile = random_step(random.Random(seed), 12)
-        peak, least = simulate(graph, profile).peak_bytes, least_peak("auto", graph, profile)
+        peak, least = simulate(graph, profile).peak_bytes, least_peak(without_ilp, graph, profile)
         for budget in (peak - 1, (least + peak) // 2, least):
             alone, costs = random_step(random.Random(seed), 12)
-            first = ask("auto", alone, costs, budget)
-            later = ask("auto", graph, profile, budget)
+            first = ask(without_ilp, alone, costs, budget)
+            later = ask(without_ilp, graph, profile, budget)
             assert isinstance(first, Plan) == isinstance(later, Plan) == (budget >= least)
             assert first == later or budget < least
 
@@ -176,7 +170,8 @@ def test_the_least_peak_is_below_a_gap_between_plans() -> None:
 
 def test_the_plans_that_do_not_look_at_the_budget_are_all_tried() -> None:
     graph, profile = deep_resnet(8)
-    tried = [(each.peak_bytes, each.added_us) for each in session(graph, profile).at_any_budget]
+    candidates = auto_planner(graph, profile).budget_independent
+    tried = [(each.peak_bytes, each.added_us) for each in candidates]
     for name in ("all", "chen-sqrt", "chen-recursive", "chen-selective"):
         plan = PLANNERS[name](graph, profile, 2**60)
         assert (plan.peak_bytes, pytest.approx(plan.recompute_us)) in tried
@@ -185,7 +180,7 @@ def test_the_plans_that_do_not_look_at_the_budget_are_all_tried() -> None:
 def test_a_session_belongs_to_one_profile() -> None:
     graph, profile = chain(4, times_us=[5.0, 3.0, 2.0, 4.0])
     assert plan_auto(graph, profile, 4).recompute_us == 3.0
-    assert session(graph, profile) is session(graph, profile)
+    assert auto_planner(graph, profile) is auto_planner(graph, profile)
     _, other = chain(4, times_us=[1.0, 3.0, 2.0, 4.0])
     assert plan_auto(graph, other, 4).recompute_us == 1.0
 
@@ -214,19 +209,16 @@ TABLE = {
 
 
 @pytest.mark.parametrize("model", TABLE)
-def test_measured_steps_cost_no_more_than_was_promised(
-    model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_measured_steps_cost_no_more_than_was_promised(model: str) -> None:
     """Arithmetic on measured times: the same on every machine.
 
     Without the wide search, which takes as long as the rest and could only do better.
     """
-    module = importlib.import_module("rekindle.planners.local_search")
-    monkeypatch.setattr(module, "_WORK_FOR_EXCHANGES", 0)
+    options = AutoOptions(search=SearchOptions(max_ops_placed_for_exchange=0))
     graph, profile, _ = load_profile(PROFILES / f"{model}_bf16_h200.json.gz")
     peak = simulate(graph, profile).peak_bytes
     for share, most in TABLE[model].items():
-        plan = plan_auto(graph, profile, peak * share // 100)
+        plan = plan_auto(graph, profile, peak * share // 100, options)
         plan.check(graph)
         assert simulate(graph, profile, plan).peak_bytes == plan.peak_bytes <= plan.budget_bytes
         assert 100 * plan.recompute_us <= most * profile.step_us, share

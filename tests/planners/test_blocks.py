@@ -14,12 +14,11 @@ from support.hand_made import BACKWARD, FORWARD, LOSS, Costed, costed_step
 from support.random_steps import random_step
 from support.synthetic import deep_resnet
 
-from rekindle.planners.blocks import Blocks
-from rekindle.planners.chain import Chain, Option
+from rekindle.planners.blocks import BlockPartition
+from rekindle.planners.chain import Chain, Option, segment_plans
 from rekindle.planners.exact.ilp import optimum
 from rekindle.planners.lowering import keep_all, lower
 from rekindle.planners.problem import Problem, problem_of
-from rekindle.planners.segment_plans import shapes
 
 
 def random_chain(rng: random.Random, most: int = 12) -> Problem:
@@ -39,7 +38,7 @@ def random_chain(rng: random.Random, most: int = 12) -> Problem:
 
 
 def test_a_chain_is_cut_where_few_bytes_cross() -> None:
-    blocks = Blocks(problem_of(*chain(8, [9, 8, 1, 9, 8, 1, 9, 9])))
+    blocks = BlockPartition(problem_of(*chain(8, [9, 8, 1, 9, 8, 1, 9, 9])))
     assert blocks.ends.tolist() == [3, 6, 8]
     assert blocks.block_of_cell == [0, 0, 0, 1, 1, 1, 2, 2]
 
@@ -47,13 +46,13 @@ def test_a_chain_is_cut_where_few_bytes_cross() -> None:
 def test_blocks_are_as_many_as_asked_for_at_most() -> None:
     problem = problem_of(*chain(200))
     for most in (5, 20, 100):
-        assert 0.5 * most <= Blocks(problem, most).n_blocks <= most + 1
+        assert 0.5 * most <= BlockPartition(problem, most).n_blocks <= most + 1
 
 
 def test_every_op_is_in_one_block() -> None:
     for seed in range(100):
         rng = random.Random(seed)
-        blocks = Blocks(problem_of(*random_step(rng, rng.randint(1, 20))))
+        blocks = BlockPartition(problem_of(*random_step(rng, rng.randint(1, 20))))
         starts = [0, *blocks.ends.tolist()]
         assert all(a < b for a, b in pairwise(starts))
         assert starts[-1] == len(blocks.ops)
@@ -63,7 +62,7 @@ def test_every_op_is_in_one_block() -> None:
 
 def test_ops_that_write_one_storage_are_in_one_block() -> None:
     problem = problem_of(*deep_resnet(12))
-    blocks = Blocks(problem)
+    blocks = BlockPartition(problem)
     assert blocks.n_blocks > 10
     assert not all(problem.can_keep)  # ReLUs in place
     of_storage: dict[int, set[int]] = {}
@@ -81,7 +80,7 @@ def test_a_segment_is_a_problem_of_its_own() -> None:
     It hands cell 2 on to the next segment, and cell 1 from its first block to its second.
     """
     problem = problem_of(*chain(5, 4, [1.0, 2.0, 3.0, 4.0, 5.0]))
-    segment = Blocks(problem).segment(1, 3)
+    segment = BlockPartition(problem).segment(1, 3)
     assert segment.cells == [1, 2]
     assert segment.ops == [1, 2, 8, 8, 8, 9, 9]
     assert segment.exports == [1]
@@ -108,7 +107,7 @@ def test_what_runs_between_the_readers_counts_in_the_segments_before_and_after()
         Costed(BACKWARD, [1, 6]),
     )
     problem = problem_of(graph, profile)
-    blocks = Blocks(problem)
+    blocks = BlockPartition(problem)
     assert blocks.n_blocks == 2
     first, second = blocks.segment(0, 1), blocks.segment(1, 2)
     assert second.problem.base.max() == problem.base[[4, 6]].max()
@@ -117,16 +116,22 @@ def test_what_runs_between_the_readers_counts_in_the_segments_before_and_after()
 
 
 def test_segments_of_one_signature_have_the_same_options() -> None:
-    """A signature says all that options depend on but times, which are alike where shapes are."""
-    blocks = Blocks(problem_of(*deep_resnet(10, stages=2)))
+    """A signature says all that options depend on but times, which are equal where sizes are."""
+    blocks = BlockPartition(problem_of(*deep_resnet(10, stages=2)))
     first: dict[object, list[tuple[int, list[int], list[int], list[bool], list[int]]]] = {}
     n_shared = 0
     for length in (1, 2, 3, 6):
         for start in range(blocks.n_blocks - length + 1):
             segment = blocks.segment(start, start + length)
             found = [
-                (s.kept_bytes, s.again.tolist(), s.live.tolist(), s.chosen.keep, s.chosen.hold_from)
-                for s in shapes(segment)
+                (
+                    s.kept_bytes,
+                    s.recomputed.tolist(),
+                    s.live.tolist(),
+                    s.chosen.keep,
+                    s.chosen.hold_from,
+                )
+                for s in segment_plans(segment)
             ]
             n_shared += segment.signature in first
             assert first.setdefault(segment.signature, found) == found
@@ -138,7 +143,7 @@ def test_options_of_a_signature_are_made_once() -> None:
     by_signature: dict[object, set[int]] = {}
     n_options: dict[object, int] = {}
     for option in (option for ending in options for option in ending):
-        by_signature.setdefault(option.segment.signature, set()).add(id(option.shape))
+        by_signature.setdefault(option.segment.signature, set()).add(id(option.plan))
         n_options[option.segment.signature] = n_options.get(option.segment.signature, 0) + 1
     assert any(n_options[each] > len(made) for each, made in by_signature.items())
     for each, made in by_signature.items():
@@ -154,9 +159,9 @@ def test_the_options_of_a_chain_drop_the_cells_that_free_most_for_their_time_fir
     Dropping all is no option: where the cells are held after one burst, nothing is won by that.
     """
     problem = problem_of(*chain(4, [4, 3, 2, 1], [1.0, 3.0, 4.0, 3.0], gradient_bytes=50))
-    blocks = Blocks(problem)
-    found = shapes(blocks.segment(0, blocks.n_blocks))
-    kept = {shape.kept_bytes: shape.again.tolist() for shape in found}
+    blocks = BlockPartition(problem)
+    found = segment_plans(blocks.segment(0, blocks.n_blocks))
+    kept = {shape.kept_bytes: shape.recomputed.tolist() for shape in found}
     assert kept[10] == []
     assert kept[6] == [0]
     assert kept[3] == [0, 1]
@@ -165,10 +170,12 @@ def test_the_options_of_a_chain_drop_the_cells_that_free_most_for_their_time_fir
 
 def test_no_option_is_beaten_by_another() -> None:
     for seed in range(30):
-        blocks = Blocks(random_chain(random.Random(seed)))
+        blocks = BlockPartition(random_chain(random.Random(seed)))
         segment = blocks.segment(0, min(4, blocks.n_blocks))
         times = np.array(segment.problem.times)
-        costs = [(s.kept_bytes, s.live.max(), times[s.again].sum()) for s in shapes(segment)]
+        costs = [
+            (s.kept_bytes, s.live.max(), times[s.recomputed].sum()) for s in segment_plans(segment)
+        ]
         assert (min(c[2] for c in costs)) == 0
         for mine in costs:
             beaten = [all(a <= b for a, b in zip(o, mine, strict=True)) for o in costs]
@@ -178,13 +185,17 @@ def test_no_option_is_beaten_by_another() -> None:
 def test_a_long_segment_has_a_nested_plan() -> None:
     """The first burst leaves the borders of blocks alone: less memory, and a second run."""
     problem = problem_of(*chain(24, [9, 9, 1] * 8, gradient_bytes=0))
-    blocks = Blocks(problem)
+    blocks = BlockPartition(problem)
     segment = blocks.segment(0, 6)
-    found = {sum(s.chosen.hold_from) > 0: s for s in shapes(segment) if not any(s.chosen.keep[:-1])}
+    found = {
+        sum(s.chosen.hold_from) > 0: s
+        for s in segment_plans(segment)
+        if not any(s.chosen.keep[:-1])
+    }
     nested, flat = found[True], found[False]
     assert nested.kept_bytes == flat.kept_bytes
     assert nested.live.max() < 0.5 * flat.live.max()
-    assert len(flat.again) < len(nested.again) <= 2 * len(flat.again)
+    assert len(flat.recomputed) < len(nested.recomputed) <= 2 * len(flat.recomputed)
 
 
 def test_what_an_option_needs_is_what_lowering_it_alone_counts() -> None:

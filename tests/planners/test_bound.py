@@ -42,7 +42,7 @@ def test_one_cell_must_go_by_as_much_as_is_over_the_budget() -> None:
     assert bound.added_us(30) == pytest.approx(0.7, rel=1e-3)
 
 
-def test_below_what_is_there_whatever_is_decided_nothing_can_be_added() -> None:
+def test_below_the_bytes_live_under_every_plan_the_bound_is_infinite() -> None:
     assert Bound(idle_cells(7.0)).added_us(20) == float("inf")
 
 
@@ -69,7 +69,7 @@ def test_two_peaks_are_priced_at_once() -> None:
 def sources_of_one_activation(*sizes: int) -> Problem:
     """Cells of these sizes, 50 µs each, that only the forward pass reads, lead to d: 2 bytes, 3 µs.
 
-    While they are in use, there is no room for d: it is let go, and computed again from them before
+    While they are in use, there is no room for d: it is freed, and recomputed from them before
     the first backward op, which reads f. At the peak after that there is room for d alone. So 3 µs
     are added, within a budget of 32 bytes, if the sizes add up to 20.
     """

@@ -23,8 +23,8 @@ from rekindle.planners.baselines.chen import (
     plan_chen_selective,
     plan_chen_sqrt,
 )
-from rekindle.planners.baselines.simple import plan_none
 from rekindle.planners.problem import problem_of
+from rekindle.planners.registry import plan_none
 
 PLENTY = 10**15
 PROFILES = sorted((Path(__file__).parents[2] / "benchmarks" / "profiles").glob("*.json.gz"))
@@ -88,7 +88,7 @@ def test_segments_are_equal_in_bytes() -> None:
 
 
 def residual(n_blocks: int, wide: int, narrow: int) -> tuple[StepGraph, Profile]:
-    """Blocks x → a → b → x + b: between blocks x alone is read on, inside a block x beside others.
+    """Blocks x → a → b → x + b: between blocks x alone is read on, inside a block x and others.
 
     A block's cells are a, b (`wide` bytes) and the sum (`narrow`), three storages in this order.
     """
@@ -116,7 +116,7 @@ def residual(n_blocks: int, wide: int, narrow: int) -> tuple[StepGraph, Profile]
 
 @pytest.mark.parametrize("planner", [plan_chen_sqrt, plan_chen_recursive])
 def test_cuts_lie_between_blocks(planner) -> None:  # type: ignore[no-untyped-def]
-    """Where one narrow cell crosses, and not where a skip connection runs beside wide ones."""
+    """Where one narrow cell crosses, and not where a skip connection runs parallel to wide ones."""
     graph, profile = residual(12, wide=10, narrow=4)
     plan = planner(graph, profile, PLENTY)
     check(graph, plan.schedule)
@@ -182,7 +182,7 @@ def test_recursive_by_hand() -> None:
 
     Cells 0…7. Cell 3 crosses the middle of all, cell 5 that of the second half, of which 6 and 7
     are the last part. Cell 4 is computed from cell 3. Then cells 0 to 2 are computed, of which cell
-    1 crosses the middle of the first half: cell 0 is let go, and computed again when it is read.
+    1 crosses the middle of the first half: cell 0 is freed, and recomputed when it is read.
     """
     graph, profile = chain(8)
     plan = plan_chen_recursive(graph, profile, PLENTY)

@@ -1,4 +1,4 @@
-"""Trade-off curves: even budgets, never dearer with more memory, and bounds that stay valid."""
+"""Trade-off curves: even budgets, no more time with more memory, and bounds that stay valid."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def by_size(graph: StepGraph, profile: Profile, budget_bytes: int) -> Plan:
 
 @pytest.fixture
 def planner(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[..., Plan]], None]:
-    """Puts a planner among the others, for one test."""
+    """Registers a planner for the duration of a test."""
     return lambda name, make: monkeypatch.setitem(PLANNERS, name, make)
 
 

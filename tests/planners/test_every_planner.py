@@ -25,7 +25,7 @@ from rekindle.planners.lowering import keep_all, lower
 from rekindle.planners.problem import problem_of
 from rekindle.planners.registry import PLANNERS
 
-# The others have one plan for a step, whatever the budget.
+# The others have one plan for a step, at any budget.
 MIND_THE_BUDGET = ("mutwo", "mincut", "ilp", "auto")
 
 
@@ -112,12 +112,12 @@ def test_none_is_better_than_the_optimum(name: str) -> None:
     assert n_costly > 8 or name == "none"
 
 
-# Steps worked on paper
+# Steps worked out by hand
 
 
 @pytest.mark.parametrize("name", ["ilp", "auto"])
 def test_a_chain_drops_what_is_cheapest_to_compute_again(name: str) -> None:
-    """Four cells and gradients of 1 byte each: two gradients lie beside the cell that is read.
+    """Four cells and gradients of 1 byte each: two gradients are live with the cell that is read.
 
     In 4 bytes, when cell 2 is read, there is room for one of 0 and 1. In 3 bytes there is room for
     nothing else from then on: cell 1 is computed from the start, and then cell 0.

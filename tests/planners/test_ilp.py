@@ -1,4 +1,4 @@
-"""The integer program against a search that tries everything, and on steps worked on paper."""
+"""The integer program against a search that tries everything, and on steps worked out by hand."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from rekindle.core.cost.profile import Profile
 from rekindle.core.graph.graph import StepGraph
 from rekindle.core.graph.simulate import simulate
 from rekindle.errors import InfeasibleBudget, PlanError
-from rekindle.planners.exact import ilp
 from rekindle.planners.exact.ilp import optimum, plan_ilp
-from rekindle.planners.exact.milp import Program
+from rekindle.planners.exact.milp import IntegerProgram
 from rekindle.planners.lowering import Choices, choices, keep_all, lower
 from rekindle.planners.problem import Problem, problem_of
 
@@ -53,10 +52,10 @@ def budgets_between(least: int, most: int) -> list[int]:
 def never_over_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """The program counts every byte: no solution of it turns out to need more than the budget."""
 
-    def forbid(self: Program, solution: Sequence[bool]) -> None:
+    def forbid(self: IntegerProgram, solution: Sequence[bool]) -> None:
         raise AssertionError("a solution of the integer program is over the budget")
 
-    monkeypatch.setattr(Program, "forbid", forbid)
+    monkeypatch.setattr(IntegerProgram, "forbid", forbid)
 
 
 @pytest.mark.usefixtures("never_over_budget")
@@ -89,7 +88,7 @@ def test_no_choices_are_better() -> None:
 
 
 def all_choices(problem: Problem) -> Iterator[Choices]:
-    """Keep, drop, or drop and let go after the first reader, for every cell there is a choice."""
+    """Keep, drop, or drop and free after the first reader, for every droppable cell."""
     always = choices(problem, ()).keep
     open_cells = [c for c, kept in enumerate(always) if not kept and problem.can_keep[c]]
     for fates in product(range(3), repeat=len(open_cells)):
@@ -137,7 +136,7 @@ def test_decisions_say_what_survives_until_it_is_read() -> None:
 
 
 def test_where_nothing_can_be_held_every_cell_is_computed_from_the_start() -> None:
-    """Of seven cells, the last two are there when they are read; then 5 + 4 + 3 + 2 + 1 ops."""
+    """Of seven cells, the last two are live when they are read; then 5 + 4 + 3 + 2 + 1 ops."""
     graph, profile = chain(7)
     plan = plan_ilp(graph, profile, optimum(problem_of(graph, profile), None).peak_bytes)
     assert plan.peak_bytes == 3
@@ -205,11 +204,10 @@ def test_what_a_later_forward_pass_still_uses_is_there_for_nothing() -> None:
     assert optimum(problem_of(graph, profile), None).peak_bytes == 10
 
 
-def test_large_steps_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_steps_are_refused() -> None:
     graph, profile = chain(12)
-    monkeypatch.setattr(ilp, "MOST_DECISIONS", 10)
     with pytest.raises(PlanError, match=r"for small steps.*Use the planner auto"):
-        plan_ilp(graph, profile, 5)
+        plan_ilp(graph, profile, 5, max_decisions=10)
 
 
 def test_bytes_of_real_sizes_are_solved_exactly() -> None:

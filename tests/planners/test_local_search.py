@@ -1,4 +1,4 @@
-"""Local search: never dearer, never over the budget, and at work where there is something to do."""
+"""Local search never adds time, stays within the budget, and improves what can be improved."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def over(problem: Problem, chosen: Choices, budget: int) -> int:
     return sum(max(int(live) - budget, 0) for live in lower(problem, chosen).live)
 
 
-def test_room_that_is_left_is_used_for_the_dearest_cell_that_fits() -> None:
+def test_room_that_is_left_is_used_for_the_most_expensive_cell_that_fits() -> None:
     """Both sides of the diamond are dropped, and there is room for one: that of 3 µs, not 2."""
     problem = problem_of(*diamond())
     polished = polish(problem, choices(problem, [0]), 43)
@@ -36,7 +36,7 @@ def test_room_that_is_left_is_used_for_the_dearest_cell_that_fits() -> None:
 
 
 def test_a_cell_that_does_not_fit_is_left_for_one_that_does() -> None:
-    """Cells 0 (5 µs) and 2 (2 µs) are dropped. Cell 0 would lie beside 1, 2 and two gradients."""
+    """Cells 0 (5 µs) and 2 (2 µs) are dropped. Cell 0 would be live with 1, 2 and two gradients."""
     problem = problem_of(*chain(4, times_us=[5.0, 3.0, 2.0, 4.0]))
     polished = polish(problem, choices(problem, [1, 3]), 4)
     assert polished.keep == [False, True, True, True]
@@ -118,7 +118,7 @@ def test_fit_leaves_a_plan_that_fits_alone() -> None:
 
 
 def test_exchange_finds_what_neither_dropping_nor_keeping_alone_would() -> None:
-    """Of the sides of the diamond, the dear one is dropped, and there is room for one."""
+    """Of the sides of the diamond, the expensive one is dropped, and there is room for one."""
     problem = problem_of(*diamond())
     chosen = choices(problem, [0, 1])
     assert polish(problem, chosen, 43) == fit(problem, chosen, 43) == chosen

@@ -30,7 +30,7 @@ from rekindle.planners.problem import Problem, problem_of
 
 
 def order(problem: Problem, chosen: Choices) -> list[tuple[int, int]]:
-    """What runs: pairs of op and copy."""
+    """The ops in the order they run: pairs of op and copy."""
     lowered = lower(problem, chosen)
     return list(zip(lowered.ops.tolist(), lowered.copies.tolist(), strict=True))
 
@@ -108,7 +108,7 @@ def test_everything_is_freed_right_after_its_last_use() -> None:
     check(graph, schedule)
 
 
-def test_cells_without_bytes_are_kept_whatever_is_chosen() -> None:
+def test_cells_without_bytes_are_kept_under_all_choices() -> None:
     problem = problem_of(*chain(3, [3, 0, 7]))
     assert choices(problem, ()).keep == [False, True, False]
 
@@ -220,7 +220,7 @@ def random_choices(rng: random.Random, problem: Problem) -> Choices:
     return chosen
 
 
-def test_whatever_is_chosen_the_schedule_is_valid_and_counted_to_the_byte() -> None:
+def test_for_all_choices_the_schedule_is_valid_and_counted_to_the_byte() -> None:
     """Against the checker and the simulator, which follow the schedule and know no choices."""
     n_again = 0
     for seed in range(400):
@@ -231,7 +231,7 @@ def test_whatever_is_chosen_the_schedule_is_valid_and_counted_to_the_byte() -> N
         problem = problem_of(graph, profile)
         chosen = random_choices(rng, problem)
         lowered = lower(problem, chosen)
-        plan = write_up(problem, chosen.keep, lowered, planner="any", budget_bytes=2**60)
+        plan = write_up(lowered, chosen.keep, planner="any", budget_bytes=2**60)
         plan.check(graph)
         trace = simulate(graph, profile, plan)
         is_view = np.array([graph.ops[op].is_view for op in trace.ops]) & (trace.copies > 0)

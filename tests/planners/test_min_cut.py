@@ -48,7 +48,7 @@ def again_for(problem: Problem, kept: set[int]) -> set[int] | None:
 
 
 def objective(problem: Problem, kept: set[int], prices: list[float]) -> float:
-    """What a set of kept cells costs, prices and times; infinite if it leaves no way."""
+    """The cost of a set of kept cells, prices and times; infinite if it is infeasible."""
     ops = again_for(problem, kept)
     if ops is None:
         return float("inf")
@@ -134,7 +134,7 @@ def test_other_costs_than_the_times_can_be_given() -> None:
 
 
 def test_an_op_that_makes_two_cells_is_paid_once() -> None:
-    """Op 1 makes cells 1 and 2: computed again for one, the other comes with it."""
+    """Op 1 makes cells 1 and 2: recomputed for one, it makes the other, too."""
     graph, profile = costed_step(
         Costed(FORWARD, [0], [4], us=9.0),
         Costed(FORWARD, [1], [4, 4], us=5.0),

@@ -1,4 +1,4 @@
-"""One price for the whole step: the cheapest priced cut that fits, and steps worked on paper."""
+"""One price for the whole step: the cheapest priced cut that fits, and steps worked out by hand."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from rekindle.planners.problem import problem_of
 def test_a_chain_drops_the_cells_that_free_most_for_their_time() -> None:
     """Five cells of 5 bytes (storages 1 to 5) that take 1 to 5 µs, gradients of 1 byte.
 
-    26 bytes are there where cell 4 is read. A price drops the cells up to some time: cell 0 frees 5
-    bytes, cells 0 and 1 free 10. With cell 2 as well, the three are there together where cell 2 is
+    26 bytes are live where cell 4 is read. A price drops the cells up to some time: cell 0 frees 5
+    bytes, cells 0 and 1 free 10. With cell 2 as well, the three are live together where cell 2 is
     read, between two gradients: 17 bytes. So the peak is never below 16.
     """
     graph, profile = chain(5, 5, [1.0, 2.0, 3.0, 4.0, 5.0], gradient_bytes=1)

@@ -17,9 +17,9 @@ from rekindle.core.graph.schedule import check
 from rekindle.core.graph.serial import load_profile
 from rekindle.errors import InfeasibleBudget
 from rekindle.planners.baselines.mutwo import Greedy, peak_floors, plan_mutwo
-from rekindle.planners.baselines.simple import plan_none
 from rekindle.planners.lowering import choices, lower
 from rekindle.planners.problem import Problem, problem_of
+from rekindle.planners.registry import plan_none
 
 PLENTY = 10**15
 PROFILES = sorted((Path(__file__).parents[2] / "benchmarks" / "profiles").glob("*.json.gz"))
@@ -62,7 +62,7 @@ def test_from_the_front_by_hand() -> None:
 
 
 def test_from_the_back_by_hand() -> None:
-    """The last op is the cheapest. Each drop makes those dropped before it dearer."""
+    """The last op is the cheapest. Each drop makes those dropped before it more expensive."""
     greedy = Greedy(problem_of(*chain(4, 8, [10.0, 4.0, 2.0, 1.0])))
     run = greedy.run()
     assert next(run) == 3
@@ -102,7 +102,7 @@ def test_in_the_middle_by_hand() -> None:
 
 
 def test_a_source_that_is_live_again_stays_a_source() -> None:
-    """The backward pass reads cell 0, then cell 1, then cell 0: it is there for cell 1."""
+    """The backward pass reads cell 0, then cell 1, then cell 0: it is live for cell 1."""
     memory = storages(
         (0, Role.INPUT),
         (100, Role.ACTIVATION),

@@ -40,14 +40,12 @@ from rekindle.core.cost.profile import Profile
 from rekindle.core.cost.roofline import analytic_profile
 from rekindle.core.graph.graph import Phase, Role, StepGraph
 from rekindle.core.graph.liveness import analyze
-from rekindle.core.graph.schedule import Plan, Schedule
+from rekindle.core.graph.schedule import Plan, Schedule, schedule_of
 from rekindle.core.graph.serial import load_plan, save_plan
 from rekindle.core.graph.simulate import simulate
-from rekindle.core.memory.layout import schedule_of
 from rekindle.core.rewrite import improve
 from rekindle.core.rewrite.improve import (
-    TOGETHER_TARGET,
-    UPDATE_TARGET,
+    OpKind,
     batch_small_ops,
     carry_over,
 )
@@ -140,12 +138,12 @@ def early_plan(*parts: Any) -> Plan:
 def early(*parts: Any) -> rekindle.TrainStep:
     """Like `optimize`, with early updates."""
     step = rekindle.optimize(*parts, plan=early_plan(*parts))
-    assert count(step.graph, UPDATE_TARGET) > 1
+    assert count(step.graph, OpKind.UPDATE) > 1
     return step
 
 
-def count(graph: StepGraph, target: str) -> int:
-    return sum(op.target == target for op in graph.ops)
+def count(graph: StepGraph, kind: OpKind) -> int:
+    return sum(op.kind is kind for op in graph.ops)
 
 
 def assert_early(make: Callable[[], Parts], steps: int = 3) -> None:
@@ -166,7 +164,7 @@ def assert_not_early(make: Callable[[], Parts], steps: int = 3) -> None:
 
     def optimize(*parts: Any) -> rekindle.TrainStep:
         step = rekindle.optimize(*parts, **asked)
-        assert count(step.graph, UPDATE_TARGET) == 0
+        assert count(step.graph, OpKind.UPDATE) == 0
         return step
 
     assert compare(make, optimize, steps=steps).differences == ()
@@ -283,7 +281,7 @@ def test_tied_weights_are_updated_when_the_last_of_them_is_through() -> None:
     make = making(adam, model=Tied, batch=lambda: torch.arange(8) % 5)
     forms = forms_of(make())
     assert forms.early is not None
-    first, *_, last = (op for op in forms.early.ops if op.target == UPDATE_TARGET)
+    first, *_, last = (op for op in forms.early.ops if op.kind is OpKind.UPDATE)
     tied = "param_embedding_weight"
     assert tied in {forms.early.values[v].name for v in last.mutates}
     assert tied not in {forms.early.values[v].name for v in first.mutates}
@@ -326,7 +324,7 @@ def test_a_budget_with_recomputation_and_early_updates() -> None:
 
     found = compare(make, optimize, steps=3)
     assert found.differences == ()
-    assert count(found.graph, UPDATE_TARGET) > 1
+    assert count(found.graph, OpKind.UPDATE) > 1
 
 
 def test_a_step_that_clears_gradients_at_its_end_alone() -> None:
@@ -352,7 +350,7 @@ def test_gradients_that_are_clipped_are_all_there_at_once() -> None:
     make = making(adam, step=clipping)
     forms = forms_of(make())
     if forms.early is not None:
-        updates = [op.index for op in forms.early.ops if op.target == UPDATE_TARGET]
+        updates = [op.index for op in forms.early.ops if op.kind is OpKind.UPDATE]
         backward = [op.index for op in forms.early.ops if op.phase is Phase.BACKWARD]
         assert min(updates) > max(backward)
     asked: dict[str, Any] = {"budget": forms.peak_bytes(forms.graph), "profile": forms.profile}
@@ -404,7 +402,7 @@ def test_an_average_of_parameters_before_the_update() -> None:
     forms = forms_of(make())
     assert forms.early is not None
     reader = next(op.index for op in forms.early.ops if "lerp_" in op.target)
-    last = [op for op in forms.early.ops if op.target == UPDATE_TARGET][-1]
+    last = [op for op in forms.early.ops if op.kind is OpKind.UPDATE][-1]
     assert last.index > reader
     assert "param_layers_0_0_weight" in {forms.early.values[v].name for v in last.mutates}
     assert_early(make)
@@ -627,7 +625,7 @@ def members(graph: StepGraph, phase: Phase) -> list[int]:
     return [
         len(op.outputs or op.mutates)
         for op in graph.ops
-        if op.target == TOGETHER_TARGET and op.phase is phase
+        if op.kind is OpKind.FOREACH and op.phase is phase
     ]
 
 
@@ -689,7 +687,7 @@ def test_a_budget_that_only_early_updates_meet() -> None:
 
     def optimize(*parts: Any) -> rekindle.TrainStep:
         step = rekindle.optimize(*parts, budget=budget, profile=forms.profile)
-        assert count(step.graph, UPDATE_TARGET) > 1
+        assert count(step.graph, OpKind.UPDATE) > 1
         return step
 
     found = compare(make, optimize, steps=3)
@@ -711,7 +709,7 @@ def peak_of_early(make_optimizer: Callable[[nn.Module], Optimizer]) -> tuple[int
     assert budget < forms.peak_bytes(forms.improved) <= forms.peak_bytes(forms.graph)
     step = rekindle.optimize(*parts, budget=budget, planner="none", profile=forms.profile)
     assert step.plan is not None
-    assert count(step.graph, UPDATE_TARGET) > 1
+    assert count(step.graph, OpKind.UPDATE) > 1
     return step.plan.peak_bytes, step.measure(parts[3], steps=1).peak_bytes
 
 
@@ -746,7 +744,7 @@ def test_a_saved_plan_of_early_updates_goes_on_where_training_stopped(tmp_path: 
     later[1].load_state_dict(parts[1].state_dict())
     later[2].load_state_dict(parts[2].state_dict())
     resumed = rekindle.optimize(*later, plan=load_plan(tmp_path / "plan.json"))
-    assert count(resumed.graph, UPDATE_TARGET) > 1
+    assert count(resumed.graph, OpKind.UPDATE) > 1
     for _ in range(2):
         resumed(later[3])
     assert differences(state_of(*plain[1:3]), state_of(*later[1:3])) == []
@@ -775,7 +773,7 @@ def early_trial() -> Trial:
     twin = copy.deepcopy(model)
     plan = early_plan(train_step, twin, momentum(twin.parameters(), lr=0.05), batch)
     trial = Trial(model, batch, function=train_step, make=momentum, plan=plan)
-    assert count(trial.step.graph, UPDATE_TARGET) > 1
+    assert count(trial.step.graph, OpKind.UPDATE) > 1
     trial.train()
     return trial
 

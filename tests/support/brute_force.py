@@ -1,9 +1,9 @@
 """The best just-in-time schedule of a small step by trying everything: the judge of `ilp`.
 
-The step is walked through op by op. What is there at a moment is a set of cells; every set that can
-be reached is followed, with the least it has cost so far. Before an op that reads cells across
-their gap, each forward op may run again, once, in captured order. Whatever an op has touched may be
-let go right after it, so every life that ends at a use is tried.
+The state at a moment is the set of live cells; every reachable set is followed, with its least cost
+so far. Before an op that reads cells across their gap, each forward op may be recomputed once, in
+captured order. Every cell that an op used may be freed right after it, so all lifetimes that end at
+a use are tried.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def least_added_us(problem: Problem, budget_bytes: int) -> float | None:
 
 
 def least_peak_bytes(problem: Problem) -> int:
-    """The least peak that can be reached, whatever it costs."""
+    """The least peak that can be reached, at any cost in time."""
 
     def then(peak: float, op_us: float, nbytes: int) -> float:
         return max(peak, nbytes)
@@ -97,7 +97,7 @@ def _run_captured(
 
 
 def _some_let_go(there: Cells, used: Iterable[int]) -> Iterator[Cells]:
-    """What can be there after an op: any of what it used may be let go."""
+    """The possible sets of live cells after an op: any cell that it used may be freed."""
     could = sorted(there.intersection(used))
     for count in range(len(could) + 1):
         for gone in combinations(could, count):

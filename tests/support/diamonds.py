@@ -15,8 +15,8 @@ def diamond(times_us: Sequence[float] = (10.0, 2.0, 3.0)) -> tuple[StepGraph, Pr
 
     Cell i lies in storage i + 1. The backward pass starts at op 5, which needs 30 bytes of
     workspace and makes a gradient of 1 byte: with everything kept, 51 bytes. Then op 6 reads cell
-    2, op 7 reads cell 1, op 8 reads cell 0, with a byte for each gradient. Whatever is dropped, 21
-    bytes are there when op 3 makes cell 3. The times are those of cells 0, 1 and 2.
+    2, op 7 reads cell 1, op 8 reads cell 0, with a byte for each gradient. Under every plan, 21
+    bytes are live when op 3 makes cell 3. The times are those of cells 0, 1 and 2.
     """
     return diamond_of(
         [4, 8, 8, 1],

@@ -155,7 +155,7 @@ class _Builder:
             self.save(op)
 
     def some_reads(self) -> list[int]:
-        """Mostly what was made last, at times an older value or a weight beside it or instead."""
+        """Mostly the newest values; sometimes an older value or a weight in addition or instead."""
         rng = self.rng
         reads = [self.current]
         if rng.random() < 0.2:
@@ -189,7 +189,7 @@ class _Builder:
         )
 
     def save(self, op: Op) -> None:
-        """What the backward pass may read for this op: values, with the version they have now."""
+        """The values that the backward pass may read for this op, with their current versions."""
         touched = dict.fromkeys((*op.inputs, *op.outputs))
         before = {self.values[v].storage for v in op.mutates}  # read before it changed them
         seen = []

@@ -1,1 +1,1 @@
-"""The step as data, and all that can be computed from it: pure Python and numpy, no torch."""
+"""The step as data, its analysis, simulation and rewrites: pure Python and numpy, no torch."""

@@ -21,8 +21,8 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from rekindle.core.graph.graph import (
-    FUSED_PREFIX,
     Op,
+    OpKind,
     Phase,
     Role,
     Source,
@@ -399,7 +399,7 @@ class _Lift:
             target = node.target
             return str(target) if isinstance(target, OpOverload) else f"hop.{name_of(target)}"
         last = dict.fromkeys(name_of(each.target) for each in (node, *reversed(inside)))
-        return FUSED_PREFIX + "_".join(reversed(list(last)[:_MOST_NAMES]))
+        return OpKind.FUSED.value + "_".join(reversed(list(last)[:_MOST_NAMES]))
 
     def _step(self) -> StepGraph:
         held = [node for node in self.results if self.holds_outputs or self._is_number(node)]

@@ -1,11 +1,11 @@
-"""The planner people use: the best of all, with a proof of how good it is.
+"""The default planner: the best of all others, with a proof of how good it is.
 
-Most steps are chains of blocks: the dynamic program over segments (`chain`) finds plans within a
-few parts in a thousand of the bound there; where it does not, it looks closer at the segments that
-nearly fill the budget. What the other planners would choose is tried as well,
-so that `auto` is never worse than any of them (of a step of many thousand ops, only what μ-TWO
-would choose, as long as anything fits); small steps are solved to the optimum (`ilp`). Local search
-against the exact simulation puts room that is left to use (`polish`).
+Small steps are solved to optimality (`ilp`). Most large steps are chains of blocks: the rotor-style
+dynamic program (`chain`) comes within a few tenths of a percent of the Lagrangian bound (`bound`).
+The plans of all other planners are tried as well, so that `auto` is never worse than any of them;
+for a step of many thousand ops only μ-TWO's, unless nothing fits. Local search against the exact
+simulation uses up the rest of the budget. If the result is far from the bound, segments that nearly
+fill the budget get more options, and wider searches follow.
 """
 
 from __future__ import annotations
@@ -25,42 +25,53 @@ from rekindle.planners.bound import Bound
 from rekindle.planners.chain import Chain
 from rekindle.planners.exact import ilp
 from rekindle.planners.finish import write_up
-from rekindle.planners.local_search import exchange, fit, polish
+from rekindle.planners.local_search import DEFAULT_SEARCH, SearchOptions, exchange, fit, polish
 from rekindle.planners.lowering import Choices, Lowered, choices, keep_all, lower
 from rekindle.planners.min_cut import CutNetwork
 from rekindle.planners.problem import Problem, problem_of
 
-_CLOSE = 1.02  # within this factor of the bound, nothing more is tried
-_FAR = 1.1  # beyond this factor of the bound, segments are looked at more closely
-_TIGHTENINGS = 4  # how often the chain is asked again for less where it went over
-_LOWERINGS = (0.03, 0.01, 0.003)  # by how much a still lower peak is asked for
-_PROBES = (0.02, 0.05)  # the same where plans are sought from scratch
-_MOST_OPS_FOR_ALL = 4000  # of a larger step, the others are asked only where nothing fits
-_MOST_FOR_ILP = 130  # decisions of the integer program: up to here it is solved at once
-_MOST_FOR_A_TRY = (
-    ilp.MOST_DECISIONS
-)  # and up to here it is tried where the others stay far from the bound
-_MOST_DROPPABLE_FOR_A_TRY = 120  # with more activations, there are more decisions than that
-_TRY_NODES = 300  # of the search tree
-_MOST_DROPPABLE_FOR_EXCHANGES = 200  # with more, some hundred exchanges have not helped yet
+
+@dataclass(frozen=True)
+class AutoOptions:
+    """The tuning constants of `auto`. Sizes are of the step: limits on how much is tried."""
+
+    close_to_bound_ratio: float = 1.02  # a plan within this factor of the bound is accepted
+    far_from_bound_ratio: float = 1.1  # beyond this factor, segments get lighter options
+    max_chain_attempts: int = 4  # dynamic programs solved, each for what the last one exceeded
+    lowering_ratios: tuple[float, ...] = (0.03, 0.01, 0.003)  # by which a lower peak is asked for
+    probe_ratios: tuple[float, ...] = (0.02, 0.05)  # the same, for plans made from scratch
+    max_ops_for_all_planners: int = 4000  # with more ops, the others are asked if nothing fits
+    max_decisions_for_ilp: int = 130  # of the integer program: solved first
+    max_decisions_for_ilp_attempt: int = ilp.MAX_DECISIONS  # solved if plans stay far from bound
+    max_droppable_for_ilp_attempt: int = 120  # with more activations, it has more decisions
+    ilp_attempt_nodes: int = 300  # of the branch-and-bound tree
+    max_droppable_for_exchange: int = 200  # with more, exchanges have not helped
+    search: SearchOptions = DEFAULT_SEARCH
 
 
-def plan_auto(graph: StepGraph, profile: Profile, budget_bytes: int) -> Plan:
-    """The cheapest plan found within the budget, and a lower bound on what any plan must add."""
-    return session(graph, profile).plan(budget_bytes)
+DEFAULT_AUTO = AutoOptions()
 
 
-def session(graph: StepGraph, profile: Profile) -> AutoPlanner:
-    """The session of a step; made once, so that a second budget costs much less than the first."""
+def plan_auto(
+    graph: StepGraph, profile: Profile, budget_bytes: int, options: AutoOptions = DEFAULT_AUTO
+) -> Plan:
+    """The cheapest plan found within the budget, and a lower bound on the time any plan adds."""
+    return auto_planner(graph, profile, options).plan(budget_bytes)
+
+
+def auto_planner(
+    graph: StepGraph, profile: Profile, options: AutoOptions = DEFAULT_AUTO
+) -> AutoPlanner:
+    """The planner of a step; kept with the graph, since a second budget costs much less."""
     known: AutoPlanner | None = graph.__dict__.get("_auto")  # as cached_property does
-    if known is None or known.problem.profile is not profile:
-        known = graph.__dict__["_auto"] = AutoPlanner(problem_of(graph, profile))
+    if known is None or known.problem.profile is not profile or known.options != options:
+        known = graph.__dict__["_auto"] = AutoPlanner(problem_of(graph, profile), options)
     return known
 
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """One way to run the step. `chosen` is None where it cannot be said by choices."""
+    """One way to run the step. `chosen` is None if choices cannot express it."""
 
     keep: list[bool]
     lowered: Lowered
@@ -78,14 +89,15 @@ class Candidate:
 
 
 class AutoPlanner:
-    """What `auto` knows of one step whatever the budget: made once, asked for many budgets."""
+    """The planner of one step: made once, asked for many budgets."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, options: AutoOptions = DEFAULT_AUTO) -> None:
         self.problem = problem
+        self.options = options
         self.network = CutNetwork(problem)
         self.bound = Bound(problem, self.network)
-        self._last: tuple[int, Candidate | None] | None = None  # what was asked, and found
-        self._too_small_bytes = 0  # a budget that nothing stays within, as has been proven
+        self._last: tuple[int, Candidate | None] | None = None  # budget and result
+        self._too_small_bytes = 0  # a budget proven to be infeasible
 
     def plan(self, budget_bytes: int) -> Plan:
         """The cheapest plan found within the budget."""
@@ -94,42 +106,43 @@ class AutoPlanner:
             raise InfeasibleBudget(budget_bytes=budget_bytes, least_peak_bytes=best.peak_bytes)
         bound_us = min(self.bound.added_us(budget_bytes), best.added_us)
         return write_up(
-            self.problem,
-            best.keep,
-            best.lowered,
-            planner="auto",
-            budget_bytes=budget_bytes,
-            bound_us=bound_us,
+            best.lowered, best.keep, planner="auto", budget_bytes=budget_bytes, bound_us=bound_us
         )
 
     def best(self, budget_bytes: int) -> Candidate | None:
-        """The cheapest candidate that fits; None where none does."""
+        """The cheapest candidate that fits; None if none does."""
         if self._last is None or self._last[0] != budget_bytes:
             self._last = budget_bytes, self._best(budget_bytes)
-        return self._last[1]  # whoever was told the least peak asks for it next
+        return self._last[1]  # kept, since the least peak that an error names is asked for next
 
     def _best(self, budget_bytes: int) -> Candidate | None:
         plain = self._candidate(keep_all(self.problem))
         if plain.peak_bytes <= budget_bytes:
             return plain
-        if self.n_decisions <= _MOST_FOR_ILP:
+        options = self.options
+        if self.n_decisions <= options.max_decisions_for_ilp:
             with suppress(PlanError):
                 if found := self._exact(budget_bytes):
                     return found
-        is_large = self.problem.n_ops > _MOST_OPS_FOR_ALL
-        tried = [*self._by_chain(budget_bytes), *self._by_greedy(budget_bytes)]
+        is_large = self.problem.n_ops > options.max_ops_for_all_planners
+        tried = list(self._by_chain(budget_bytes))
+        if (chosen := self.greedy.first_within(budget_bytes)) is not None:
+            tried.append(self._candidate(chosen))
         if not is_large or not _cheapest(tried, budget_bytes):
-            tried += [*self.at_any_budget, *self._by_cut(budget_bytes)]
+            tried += self.budget_independent
+            chosen, _ = cheapest_cut(self.problem, budget_bytes, self.network)
+            if chosen is not None:
+                tried.append(self._candidate(chosen))
         if not _cheapest(tried, budget_bytes):
             tried.append(self._lowest)
         tried += list(self._improved(_undominated(tried), budget_bytes))
         found = _cheapest(tried, budget_bytes)
         bound_us = self.bound.added_us(budget_bytes)
-        if not found or found.added_us > _FAR * bound_us:
+        if not found or found.added_us > options.far_from_bound_ratio * bound_us:
             lighter = list(self._by_chain(budget_bytes, lighter=True))
             tried += [*lighter, *self._improved(_undominated(lighter), budget_bytes)]
             found = _cheapest(tried, budget_bytes)
-        if not found or found.added_us > _CLOSE * bound_us:
+        if not found or found.added_us > options.close_to_bound_ratio * bound_us:
             tried += self._by_wider_search(None if is_large else found, budget_bytes)
         return _cheapest(tried, budget_bytes)
 
@@ -140,12 +153,12 @@ class AutoPlanner:
 
     @cached_property
     def greedy(self) -> mutwo.DropOrder:
-        """What μ-TWO drops one after the other."""
+        """The order in which μ-TWO drops activations."""
         return mutwo.DropOrder(self.problem)
 
     @cached_property
-    def at_any_budget(self) -> list[Candidate]:
-        """What the planners choose that do not look at the budget."""
+    def budget_independent(self) -> list[Candidate]:
+        """The plans of the planners that ignore the budget."""
         problem = self.problem
         chosen = [choices(problem, ()), *chen.sqrt_choices(problem)]
         chosen += [chen.recursive_choices(problem), chen.selective_choices(problem)]
@@ -153,54 +166,56 @@ class AutoPlanner:
 
     @cached_property
     def least(self) -> Candidate:
-        """The candidate of least peak: asked for that peak or less, `best` finds no lower one."""
+        """The candidate of least peak: for a lower budget, `best` finds none."""
         least = self._lowest
         while found := self._lower_than(least):
             least = found
         return least
 
     def _lower_than(self, least: Candidate) -> Candidate | None:
-        """A candidate of a lower peak, if `best` finds one: plans can lie far from each other."""
-        asked = (int(least.peak_bytes * (1 - share)) for share in (0.0, *_PROBES))
+        """A candidate of a lower peak, if `best` finds one: peaks of plans can be far apart."""
+        asked = (int(least.peak_bytes * (1 - share)) for share in (0.0, *self.options.probe_ratios))
         found = map(self.best, asked)
         return next((each for each in found if each and each.peak_bytes < least.peak_bytes), None)
 
     @cached_property
     def _lowest(self) -> Candidate:
-        """The candidate of least peak that asking for less and less leads to."""
-        if self.n_decisions <= _MOST_FOR_ILP:
+        """The candidate of least peak that local search reaches, asked for less and less."""
+        options = self.options
+        if self.n_decisions <= options.max_decisions_for_ilp:
             with suppress(PlanError):
                 return self._exactly_least()
-        known = [*self.at_any_budget, self._candidate(self.chain.least_peak())]
+        known = [*self.budget_independent, self._candidate(self.chain.least_peak())]
         best, *others = sorted(known, key=_peak_first)
-        for share in _LOWERINGS:
+        for share in options.lowering_ratios:
             best = self._below(best, best, share)
-        if self.problem.n_ops <= _MOST_OPS_FOR_ALL:
+        if self.problem.n_ops <= options.max_ops_for_all_planners:
             for start in others[:3]:
-                best = self._below(best, start, _LOWERINGS[-1])
-        if self.n_decisions <= _MOST_FOR_A_TRY:
+                best = self._below(best, start, options.lowering_ratios[-1])
+        if self.n_decisions <= options.max_decisions_for_ilp_attempt:
             with suppress(PlanError):
-                best = min(best, self._exactly_least(_TRY_NODES), key=_peak_first)
+                exact = self._exactly_least(options.ilp_attempt_nodes)
+                best = min(best, exact, key=_peak_first)
         return best
 
     def _below(self, best: Candidate, start: Candidate, share: float) -> Candidate:
-        """What local search makes of a start when asked for a peak below the best's, if better."""
+        """The better of the best and what local search finds from a start, for a lower peak."""
         assert start.chosen is not None
         asked = int(best.peak_bytes * (1 - share))
-        found = self._candidate(fit(self.problem, start.chosen, asked))
+        found = self._candidate(fit(self.problem, start.chosen, asked, self.options.search))
         return min(best, found, key=_peak_first)
 
     @cached_property
     def n_decisions(self) -> float:
-        """The size of the integer program; infinite where it need not be counted."""
-        if len(self.problem.droppable) > _MOST_DROPPABLE_FOR_A_TRY:
+        """The size of the integer program; infinite if it is known to be too large."""
+        if len(self.problem.droppable) > self.options.max_droppable_for_ilp_attempt:
             return float("inf")
         return ilp.n_decisions(self.problem)
 
     def _by_chain(self, budget_bytes: int, *, lighter: bool = False) -> Iterator[Candidate]:
-        """What the dynamic program finds; asked for less where its estimate was too low."""
+        """The plans of the dynamic program; asked again for less if its estimate was too low."""
         asked = budget_bytes
-        for _ in range(_TIGHTENINGS):
+        for _ in range(self.options.max_chain_attempts):
             chosen = self.chain.solve(asked, lighter=lighter)
             if chosen is None:
                 break
@@ -210,44 +225,36 @@ class AutoPlanner:
                 break
             asked -= candidate.peak_bytes - budget_bytes
 
-    def _by_greedy(self, budget_bytes: int) -> Iterator[Candidate]:
-        """What μ-TWO drops."""
-        chosen = self.greedy.first_within(budget_bytes)
-        if chosen is not None:
-            yield self._candidate(chosen)
-
-    def _by_cut(self, budget_bytes: int) -> Iterator[Candidate]:
-        """What one price per byte keeps."""
-        chosen, _ = cheapest_cut(self.problem, budget_bytes, self.network)
-        if chosen is not None:
-            yield self._candidate(chosen)
-
     def _improved(self, front: list[Candidate], budget_bytes: int) -> Iterator[Candidate]:
-        """What local search makes of the cheapest that fits, and of the next that does not."""
+        """Local search from the cheapest that fits, and from the next that does not."""
+        search = self.options.search
         found = [_cheapest(front, budget_bytes)]
         beyond = [each for each in front if each.peak_bytes > budget_bytes]
         if beyond and (chosen := beyond[0].chosen):
-            found.append(self._candidate(fit(self.problem, chosen, budget_bytes)))
+            found.append(self._candidate(fit(self.problem, chosen, budget_bytes, search)))
         for each in found:
             if each and each.chosen and each.peak_bytes <= budget_bytes:
                 yield each
-                yield self._candidate(polish(self.problem, each.chosen, budget_bytes))
+                polished = polish(self.problem, each.chosen, budget_bytes, search)
+                yield self._candidate(polished)
 
     def _by_wider_search(self, found: Candidate | None, budget_bytes: int) -> Iterator[Candidate]:
-        """What is tried where the cheapest is far from the bound, or there is none."""
-        is_small = len(self.problem.droppable) <= _MOST_DROPPABLE_FOR_EXCHANGES
+        """Slow searches, for when the cheapest is far from the bound or there is none."""
+        options = self.options
+        is_small = len(self.problem.droppable) <= options.max_droppable_for_exchange
         if found and found.chosen and is_small:
-            yield self._candidate(exchange(self.problem, found.chosen, budget_bytes))
-        if self.n_decisions <= _MOST_FOR_A_TRY:
+            chosen = exchange(self.problem, found.chosen, budget_bytes, options.search)
+            yield self._candidate(chosen)
+        if self.n_decisions <= options.max_decisions_for_ilp_attempt:
             with suppress(PlanError):
-                if exact := self._exact(budget_bytes, _TRY_NODES):
+                if exact := self._exact(budget_bytes, options.ilp_attempt_nodes):
                     yield exact
 
     def _candidate(self, chosen: Choices) -> Candidate:
         return Candidate(chosen.keep, lower(self.problem, chosen), chosen)
 
     def _exact(self, budget_bytes: int, nodes: int | None = None) -> Candidate | None:
-        """The cheapest of all that stays within a budget; None where there is none."""
+        """The optimum within a budget; None if there is none."""
         if budget_bytes <= self._too_small_bytes:
             return None
         lowered = ilp.cheapest_within(self.problem, budget_bytes, nodes)
@@ -267,7 +274,7 @@ def _cheapest(tried: list[Candidate], budget_bytes: int) -> Candidate | None:
 
 
 def _undominated(tried: list[Candidate]) -> list[Candidate]:
-    """Those of the tried that are cheaper than all with a lower peak; the lowest first."""
+    """The candidates that are cheaper than all with a lower peak; the lowest first."""
     front: list[Candidate] = []
     for each in sorted(tried, key=_peak_first):
         if not front or each.added_us < front[-1].added_us:

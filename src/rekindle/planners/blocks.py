@@ -1,33 +1,33 @@
 """The forward pass as a chain of blocks, cut where few bytes cross.
 
-A **segment** is a run of blocks. Its plan is made as if it were alone: what enters it was kept by
-the segments before it, and what it hands on it keeps itself. So the plans of segments can be chosen
-one by one, and only the bytes they keep add up.
+A **segment** is a run of blocks, planned independently: its inputs are kept by earlier segments,
+and it keeps the cells that later segments read (its exports). So the plans of segments can be
+combined freely, and only the bytes they keep add up.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
 from rekindle.planners.problem import Ints, Problem
 
-MOST_BLOCKS = 96
-_NEAR = 2  # a cell is handed on to the next blocks; what reads it from farther is not recomputed
+MAX_BLOCKS = 96
+_EXPORT_BLOCKS = 2  # a cell is exported to so many blocks; ops farther away are not recomputed
 
 
 @dataclass(frozen=True)
 class Segment:
     """A run of blocks as a problem of its own.
 
-    `cells` and `ops` give the whole problem's number for each of its own; `exports` are the cells
-    it must keep for later segments, in its own numbers, and `borders` those that one of its blocks
-    hands on to another. `block_of_cell` counts its blocks from 0. The first `n_forward` ops are of
-    the forward pass; the others are readers. Before the first of those and after each, one op more
-    stands for all that run there until the next.
+    `cells` and `ops` map its own numbers to the whole problem's; `exports` are the cells it must
+    keep for later segments, `borders` those that one of its blocks exports to another, both in its
+    own numbers. `block_of_cell` counts its blocks from 0. The first `n_forward` ops are of the
+    forward pass; the others are readers. Before the first reader and after each, one more op
+    stands for all ops that run there.
     """
 
     problem: Problem
@@ -41,20 +41,17 @@ class Segment:
 
     @property
     def from_ops(self) -> list[int]:
-        """The whole problem's op that each of its own begins with; the first one is from the start.
-
-        What stands for the ops after a reader begins right behind that.
-        """
+        """The first op, in the whole problem, that each of its own ops stands for."""
         n = self.n_forward
         is_behind = [i > n and (i - n) % 2 == 0 for i in range(len(self.ops))]
         found = [op + behind for op, behind in zip(self.ops, is_behind, strict=True)]
         return [0, *found[1:]]
 
 
-class Blocks:
+class BlockPartition:
     """A problem's forward pass, cut into blocks."""
 
-    def __init__(self, problem: Problem, most: int = MOST_BLOCKS) -> None:
+    def __init__(self, problem: Problem, most: int = MAX_BLOCKS) -> None:
         self.problem = problem
         self.ops = sorted(set(problem.writer))
         self.number = {op: i for i, op in enumerate(self.ops)}
@@ -70,11 +67,11 @@ class Blocks:
 
     @property
     def n_blocks(self) -> int:
-        """How many blocks there are."""
+        """The number of blocks."""
         return len(self.ends)
 
     def _crossing(self) -> Ints:
-        """The bytes that cross from each op to the next; what is not an activation weighs more."""
+        """The bytes crossing from each op to the next; cells other than activations weigh more."""
         problem = self.problem
         changes = np.zeros(len(self.ops) + 1)
         total = sum(problem.bytes) + 1
@@ -88,19 +85,19 @@ class Blocks:
         return np.cumsum(changes)[:-1].astype(np.int64)
 
     def _far(self) -> tuple[set[int], set[int]]:
-        """Ops that read a cell from far away, and the cells that are kept for such ops.
+        """Ops that are not recomputed because they read a cell of a far block, and cells kept for
+        such ops.
 
-        A large cell is not kept for the sake of small ones: then those who read it from afar are
-        not recomputed.
+        A large cell is not kept for the sake of small ones: rather, their ops are not recomputed.
         """
         problem = self.problem
         share: dict[int, float] = {}  # by op: its part of the cells that would be kept for it
         far_cells: dict[int, list[int]] = {}
         for cell, readers in enumerate(self.readers):
             block = self.block_of_cell[cell]
-            far = [self.ops[i] for i in readers if self.block_of_op[i] > block + _NEAR]
+            far = [self.ops[i] for i in readers if self.block_of_op[i] > block + _EXPORT_BLOCKS]
             if problem.needs[cell]:
-                continue  # handed on anyway
+                continue  # exported anyway
             for op in far:
                 share[op] = share.get(op, 0.0) + problem.bytes[cell] / len(far)
                 far_cells.setdefault(op, []).append(cell)
@@ -113,12 +110,12 @@ class Blocks:
         return pinned, kept
 
     def exports(self, cell: int, last: int) -> bool:
-        """Whether a segment that ends before block `last` hands a cell on to later ones."""
+        """True if a segment that ends before block `last` exports a cell to later ones."""
         blocks = [int(self.block_of_op[i]) for i in self.readers[cell]]
         later = [b for b in blocks if b >= last]
         if not later:
             return False
-        near = min(later) < last + _NEAR
+        near = min(later) < last + _EXPORT_BLOCKS
         return near or bool(self.problem.needs[cell]) or cell in self.global_cells
 
     @cached_property
@@ -151,9 +148,8 @@ class Blocks:
             if block < last - first - 1 and self.exports(c, first + block + 1)
         ]
         final = len(forward) - 1
-        sub = Problem(
-            graph=problem.graph,
-            profile=problem.profile,
+        sub = replace(
+            problem,
             storage=[problem.storage[c] for c in cells],
             bytes=[problem.bytes[c] for c in cells],
             writer=[place[problem.writer[c]] for c in cells],
@@ -169,7 +165,6 @@ class Blocks:
             workspaces=problem.workspaces[ops],
             base=self._base(forward, readers),
             between=problem.between[ops],
-            sizes=problem.sizes,
         )
         signature = (
             tuple(sub.bytes),
@@ -186,9 +181,9 @@ class Blocks:
         return Segment(sub, cells, ops, exports, borders, blocks, signature, len(forward))
 
     def _base(self, forward: list[int], readers: list[int]) -> Ints:
-        """The base at each op of a segment; between readers, the most there is before the next.
+        """The base at each op of a segment; between two readers, the maximum in between.
 
-        Before the first, it counts from the last reader of whatever segment.
+        Before the first reader, the maximum since the last reader of any segment.
         """
         base, rest = self.problem.base, []
         if readers:
@@ -201,7 +196,7 @@ class Blocks:
 
     @cached_property
     def _after(self) -> dict[int, int]:
-        """The most that the base is between each reader and the next one of whatever segment."""
+        """The maximum of the base between each reader and the next one of any segment."""
         base, ends = self.problem.base, [*self._all_readers[1:], self.problem.n_ops]
         return {
             reader: int(base[reader + 1 : end].max(initial=0))
@@ -210,9 +205,9 @@ class Blocks:
 
 
 def _cuts(crossing: Ints, most: int, never: int) -> Ints:
-    """Where to cut: one past ops at which no more bytes cross than at any op near, spaced out.
+    """The ends of the blocks: after ops with the fewest bytes crossing nearby, spaced out.
 
-    The result has the end of each block. `never` is what crosses where there must be no cut.
+    There is no cut where `never` bytes or more cross.
     """
     n = len(crossing)
     radius = max(1, n // most)

@@ -1,21 +1,21 @@
-"""How little time any plan could add: a proven lower bound, from prices per position.
+"""The Lagrangian bound: a proven lower bound on the time that any plan within a budget must add.
 
-At every op t, what is there whatever is decided, and the cells that are kept across t, must fit the
-budget. Give every such constraint a price μ_t ≥ 0 per byte and relax it: what remains is one priced
-minimum cut, and
+At every op t, the bytes that are live under every plan and the cells kept across t must fit into
+the budget. Relax each of these constraints with a price μ_t ≥ 0 per byte. The relaxed problem is
+one priced min-cut (`min_cut`), and
 
-    L(μ) = cut(μ) + Σ_t μ_t · (bytes there whatever is decided − budget)
+    L(μ) = cut(μ) + Σ_t μ_t · (bytes live under every plan − budget)
 
-is at most the added time of any plan within the budget. The best prices are found by cutting
-planes: a small linear program proposes prices, the cut answers with a plan, the plan becomes a
-constraint of the program.
+is at most the time added by any plan within the budget. The best prices are found by cutting planes
+(Kelley, 1960): a small linear program proposes prices, the cut answers with a plan, and the plan
+becomes a constraint of the program.
 
-What must a plan that keeps a cell pay for? An activation it holds until its last read. A cell that
-no backward op reads is kept for the sake of ops that compute others from it. Say op o computes the
-activation d from it. Up to the last run of o before d is first read, the cell is held, since its
-own op never runs again; from then on d is held. So the smaller of the two is held all along, and
-so it is where the way from the cell to d is longer (`_ways`). Several cells that lead to one
-activation share its bytes. Recomputed copies count for nothing else.
+The price of keeping a cell: an activation is held until its last read. A cell that no backward op
+reads is kept so that others can be recomputed from it. Say op o computes activation d from it. The
+cell is held up to the last run of o before d is first read, since the cell's own op is never
+recomputed; from then on d is held. So at least the smaller of the two is held all the time, also
+along a longer path from the cell to d (`_hold_paths`). Several cells that lead to one activation
+share its bytes. Recomputed copies are not counted otherwise.
 """
 
 from __future__ import annotations
@@ -29,23 +29,20 @@ from scipy.optimize import linprog
 from rekindle.planners.min_cut import CutNetwork
 from rekindle.planners.problem import Floats, Ints, Problem
 
-_ROUNDS = 80
-_CLOSE = 1e-3  # stop when the program promises at most this part more than what is proven
-_MOST_WAYS = 6  # by which a cell that no backward op reads leads to activations
+_MAX_ROUNDS = 80  # of cutting planes
+_CONVERGED_RATIO = 1e-3  # stop if the linear program promises at most this much more than proven
+_MAX_PATHS_PER_CELL = 6  # from a cell that no backward op reads to activations
 
 
 class HoldPath(NamedTuple):
-    """From a cell to an activation: when that is first read, and what is held until then."""
+    """A path from a cell to an activation: its first read, and the bytes held until then."""
 
     until: int
     nbytes: float
 
 
 class Holdings(NamedTuple):
-    """What keeping a cell may come to, one row a way: of the rows of a cell, the cheapest counts.
-
-    So many bytes are held at the ops start…stop-1.
-    """
+    """Bytes held at ops start…stop-1 if a cell is kept: one row per path, the cheapest counts."""
 
     cell: Ints
     start: Ints
@@ -70,9 +67,9 @@ class Bound:
         self.known: dict[int, float] = {}
 
     def added_us(self, budget_bytes: int) -> float:
-        """The least time that any plan within the budget must add, as far as can be proven.
+        """A lower bound on the time that any plan within the budget adds.
 
-        Infinite where even what is there whatever is decided does not fit.
+        Infinite if the bytes that are live under every plan do not fit.
         """
         if budget_bytes not in self.known:
             self.known[budget_bytes] = self._prove(budget_bytes)
@@ -86,9 +83,9 @@ class Bound:
         positions = [int(np.argmax(self.all_kept))]
         plans = [(0.0, self.all_kept - budget_bytes)]  # time added, bytes over budget at each op
         best = 0.0
-        for _ in range(_ROUNDS):
+        for _ in range(_MAX_ROUNDS):
             ceiling, prices = _propose(plans, positions, self.most_us)
-            if ceiling <= best * (1 + _CLOSE) + 1e-6:
+            if ceiling <= best * (1 + _CONVERGED_RATIO) + 1e-6:
                 break
             value_us, added_us, held = self._cut(positions, prices)
             over = self.unavoidable + held - budget_bytes
@@ -120,7 +117,7 @@ class Bound:
         return cut.value_us, added_us, self._held_at(kept)
 
     def _held_at(self, kept: NDArray[np.intp]) -> Floats:
-        """The bytes that these rows of holdings take at each op, but where they are read anyway."""
+        """The bytes of these rows of holdings at each op, except where the cell is read anyway."""
         problem, rows = self.problem, self.holdings
         n, nbytes = problem.n_ops, rows.nbytes[kept]
         changes = np.bincount(rows.start[kept], weights=nbytes, minlength=n + 1)
@@ -134,7 +131,7 @@ class Bound:
 def _propose(
     plans: list[tuple[float, Floats]], positions: list[int], most_us: float
 ) -> tuple[float, Floats]:
-    """The prices that the plans found so far make look best, and the value they promise."""
+    """The best prices as far as the plans found so far tell, and the value they promise."""
     rows = np.array([over[positions] for _, over in plans])
     times = np.array([added for added, _ in plans])
     scale = max(float(np.abs(rows).max()), 1.0)
@@ -147,9 +144,9 @@ def _propose(
 
 
 def _unavoidable(problem: Problem) -> Floats:
-    """What is there at each op whatever is decided.
+    """The bytes live at each op under every plan.
 
-    A cell is there while the forward pass uses it, and when an op reads it.
+    A cell is live while forward ops use it, and when an op reads it.
     """
     changes = np.zeros(problem.n_ops + 1)
     first_writer: dict[int, int] = {}
@@ -158,14 +155,14 @@ def _unavoidable(problem: Problem) -> Floats:
         if problem.can_keep[cell]:
             changes[first_writer[storage]] += problem.bytes[cell]
             changes[problem.last_use[cell] + 1] -= problem.bytes[cell]
-    there = problem.base + np.cumsum(changes)[: problem.n_ops]
+    live = problem.base + np.cumsum(changes)[: problem.n_ops]
     for op, cells in problem.readers:
-        there[op] += sum(problem.bytes[cell] for cell in cells)
-    return np.asarray(there, dtype=np.float64)
+        live[op] += sum(problem.bytes[cell] for cell in cells)
+    return np.asarray(live, dtype=np.float64)
 
 
 def _lingering(problem: Problem) -> list[int]:
-    """Cells that a later forward pass overwrites: until then they are there, and cost nothing."""
+    """Cells that a later forward pass overwrites: until then they are live at no price."""
     first_reader = problem.readers[0][0] if problem.readers else problem.n_ops
     overwriter: dict[int, int] = {}  # by storage
     found = []
@@ -178,44 +175,44 @@ def _lingering(problem: Problem) -> list[int]:
 
 
 def _holdings(problem: Problem) -> Holdings:
-    """What keeping each cell comes to: see the module's docstring."""
-    ways = _ways(problem)
+    """The bytes held by keeping each cell: see the module's docstring."""
+    paths = _hold_paths(problem)
     rows: list[tuple[int, int, int, float]] = []
     for cell, needs in enumerate(problem.needs):
         idle, size = problem.last_use[cell] + 1, float(problem.bytes[cell])
         if needs:
             rows.append((cell, idle, needs[-1] + 1, size))
         else:
-            rows += [(cell, idle, max(w.until, idle), min(size, w.nbytes)) for w in ways[cell]]
+            rows += [(cell, idle, max(p.until, idle), min(size, p.nbytes)) for p in paths[cell]]
     table = np.array(rows, dtype=np.float64).reshape(-1, 4)
     whole = table[:, :3].astype(np.int64)
     return Holdings(whole[:, 0], whole[:, 1], whole[:, 2], table[:, 3])
 
 
-def _ways(problem: Problem) -> list[list[HoldPath]]:
-    """The ways from each cell to activations."""
-    ways: list[list[HoldPath]] = [
+def _hold_paths(problem: Problem) -> list[list[HoldPath]]:
+    """The paths from each cell to activations."""
+    paths: list[list[HoldPath]] = [
         [HoldPath(needs[0], float(problem.bytes[cell]))] if needs else []
         for cell, needs in enumerate(problem.needs)
     ]
     for op in sorted(set(problem.writer), reverse=True):
         inner = [cell for cell in problem.reads[op] if not problem.needs[cell]]
         onward = [
-            HoldPath(way.until, min(way.nbytes, problem.bytes[cell]) / max(len(inner), 1))
+            HoldPath(path.until, min(path.nbytes, problem.bytes[cell]) / max(len(inner), 1))
             for cell in problem.writes[op]
-            for way in ways[cell]
+            for path in paths[cell]
         ]
         for cell in inner:
-            ways[cell] = _cheapest(ways[cell] + onward)
-    return ways
+            paths[cell] = _undominated_paths(paths[cell] + onward)
+    return paths
 
 
-def _cheapest(ways: list[HoldPath]) -> list[HoldPath]:
-    """The ways that may be the cheapest; a long list is cut short to one that is below them all."""
+def _undominated_paths(paths: list[HoldPath]) -> list[HoldPath]:
+    """The undominated paths; a long list is replaced by one path that is below them all."""
     front: list[HoldPath] = []
-    for way in sorted(set(ways)):
-        if not front or way.nbytes < front[-1].nbytes:
-            front.append(way)
-    if len(front) <= _MOST_WAYS:
+    for path in sorted(set(paths)):
+        if not front or path.nbytes < front[-1].nbytes:
+            front.append(path)
+    if len(front) <= _MAX_PATHS_PER_CELL:
         return front
     return [HoldPath(front[0].until, front[-1].nbytes)]

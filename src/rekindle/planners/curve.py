@@ -1,4 +1,4 @@
-"""The trade-off curve: what a step costs in time at every budget that can be met."""
+"""The trade-off curve: the time that a planner adds at each budget."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Curve:
     seconds: float
 
     def at(self, budget_bytes: int) -> Plan | None:
-        """The cheapest of the plans that stay within a budget; None where none does."""
+        """The cheapest of the plans within a budget; None if there is none."""
         fitting = [plan for plan in self.plans if plan.peak_bytes <= budget_bytes]
         return min(fitting, key=lambda plan: plan.recompute_us, default=None)
 
 
 def bound_at(curves: Iterable[Curve], budget_bytes: int) -> float | None:
-    """The best bound on added time that is known to hold at a budget: one for as much or more."""
+    """The best known bound on the added time at a budget: of plans for as much or more."""
     bounds = [
         plan.bound_us
         for curve in curves
@@ -46,8 +46,8 @@ def trade_off(
 ) -> list[Plan]:
     """Plans at budgets evenly spaced from the plain step's peak down to the planner's least peak.
 
-    More memory never costs more time: where a smaller budget has led a planner to a cheaper plan,
-    that one stands at the larger budget, too. A planner that ignores the budget has one point.
+    More memory never costs more time: if a smaller budget has led a planner to a cheaper plan, that
+    one is used at the larger budget, too. A planner that ignores the budget has one point.
     """
     return list(trade_offs(graph, profile, [planner], points)[0].plans)
 
@@ -59,9 +59,10 @@ def trade_offs(
     points: int = 20,
     tell: Callable[[str], None] = lambda planner: None,
 ) -> list[Curve]:
-    """The curves of several planners, at the same budgets as far as each gets, and at its least.
+    """The curves of several planners, at the same budgets and at the least peak of each.
 
-    The budgets go down to the least peak that any of them reaches. `tell` hears which is at work.
+    The budgets go down to the least peak that any of them reaches. `tell` is called with the name
+    of the planner that is about to run.
     """
     if points < 2:
         raise PlanError(f"a trade-off curve has at least 2 points, and {points} was asked for.")
@@ -88,7 +89,7 @@ def trade_offs(
 def _curve(
     make: Planner, graph: StepGraph, profile: Profile, budgets: list[int]
 ) -> tuple[Plan, ...]:
-    """The best plans at these ascending budgets, largest first; the first one can be met."""
+    """The best plans at these ascending budgets, largest first; the smallest is feasible."""
     lowest = make(graph, profile, budgets[0])
     highest = _within(make, graph, profile, budgets[-1])
     if highest is not None and _cost(lowest) == _cost(highest):
@@ -102,7 +103,7 @@ def _curve(
 
 
 def _least_peak(make: Planner, graph: StepGraph, profile: Profile) -> int:
-    """The least peak a planner reaches, which it says when asked for the impossible."""
+    """The least peak a planner reaches, as its error says for an infeasible budget."""
     try:
         return make(graph, profile, 1).peak_bytes
     except InfeasibleBudget as error:
@@ -123,8 +124,8 @@ def _cost(plan: Plan) -> tuple[int, float]:
 def _monotone(found: list[tuple[int, Plan | None]]) -> list[Plan]:
     """The best plan known at each budget; budgets ascend, and the first has a plan.
 
-    A plan for a smaller budget is one for a larger budget, and a bound for a larger budget is one
-    for a smaller budget: each goes its way.
+    A plan for a smaller budget is also one for a larger budget, and a bound for a larger budget
+    also holds for a smaller one.
     """
     plans: list[Plan] = []
     for budget_bytes, plan in found:

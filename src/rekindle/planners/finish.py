@@ -1,4 +1,4 @@
-"""From choices to a finished plan: schedule, cost, and a reason for every decision."""
+"""The last step of every planner: schedule, cost, and a reason for every decision."""
 
 from __future__ import annotations
 
@@ -12,43 +12,28 @@ from rekindle.planners.problem import Problem
 from rekindle.units import format_bytes, format_us
 
 
-def finish(
-    problem: Problem,
-    chosen: Choices,
-    *,
-    planner: str,
-    budget_bytes: int,
-    bound_us: float | None = None,
-) -> Plan:
-    """The plan these choices make; raises InfeasibleBudget if it needs more than the budget."""
+def finish(problem: Problem, chosen: Choices, *, planner: str, budget_bytes: int) -> Plan:
+    """The plan of these choices; raises InfeasibleBudget if it needs more than the budget."""
     lowered = lower(problem, chosen)
     if lowered.peak_bytes > budget_bytes:
         raise InfeasibleBudget(budget_bytes=budget_bytes, least_peak_bytes=lowered.peak_bytes)
-    return write_up(
-        problem,
-        chosen.keep,
-        lowered,
-        planner=planner,
-        budget_bytes=budget_bytes,
-        bound_us=bound_us,
-    )
+    return write_up(lowered, chosen.keep, planner=planner, budget_bytes=budget_bytes)
 
 
 def write_up(
-    problem: Problem,
-    keep: list[bool],
     lowered: Lowered,
+    keep: list[bool],
     *,
     planner: str,
     budget_bytes: int,
     bound_us: float | None = None,
 ) -> Plan:
-    """A lowered plan with its schedule and decisions; `keep` are the cells that stay.
+    """A lowered plan with its schedule and decisions; `keep` are the kept cells.
 
-    The time it adds is the schedule's: views that are made again count, if they take any.
+    The added time is that of the schedule, including recomputed views, if they take any.
     """
-    schedule = to_schedule(lowered)
-    again = [step.op for step in schedule if isinstance(step, Compute) and step.copy]
+    problem, schedule = lowered.problem, to_schedule(lowered)
+    recomputed = [step.op for step in schedule if isinstance(step, Compute) and step.copy]
     return Plan(
         planner=planner,
         fingerprint=problem.graph.fingerprint,
@@ -56,7 +41,7 @@ def write_up(
         schedule=schedule,
         decisions=tuple(_decisions(problem, keep, lowered)),
         peak_bytes=lowered.peak_bytes,
-        recompute_us=float(problem.profile.copy_times_us[again].sum()),
+        recompute_us=float(problem.profile.copy_times_us[recomputed].sum()),
         bound_us=bound_us,
     )
 
@@ -79,7 +64,7 @@ def _kept(problem: Problem, cell: int) -> Decision:
         why = (
             f"cannot be computed again: {problem.graph.ops[op].name} {refusal}"
             if refusal
-            else ("cannot be computed again: what it is computed from is gone")
+            else "cannot be computed again: what it is computed from is gone"
         )
     elif not problem.bytes[cell]:
         why = "takes no memory of the device"
@@ -93,7 +78,7 @@ def _kept(problem: Problem, cell: int) -> Decision:
 
 
 def _dropped(problem: Problem, cell: int, added_us: float, before: list[int]) -> Decision:
-    """`before` are the ops just before which the cell is computed again."""
+    """`before` are the ops right before which the cell is recomputed."""
     earlier = [op for op in problem.needs[cell] if op < before[0]]
     last_use = earlier[-1] if earlier else problem.last_use[cell]
     starts, name = problem.profile.starts_us, problem.graph.ops[before[0]].name
@@ -107,7 +92,7 @@ def _dropped(problem: Problem, cell: int, added_us: float, before: list[int]) ->
 
 
 def _computed_before(problem: Problem, lowered: Lowered) -> dict[int, list[int]]:
-    """For each cell that is computed again: the ops just before which it is."""
+    """For each recomputed cell: the ops right before which it is recomputed."""
     before: dict[int, list[int]] = {}
     for position in np.flatnonzero(lowered.copies):
         for cell in problem.writes[lowered.ops[position]]:
@@ -116,14 +101,14 @@ def _computed_before(problem: Problem, lowered: Lowered) -> dict[int, list[int]]
 
 
 def _added_us(problem: Problem, keep: list[bool], lowered: Lowered) -> dict[int, float]:
-    """The recomputed time by the dropped activation it is spent on.
+    """The recomputation time by the dropped activation it is spent on.
 
-    An op's time goes to the largest dropped activation it computes; that of an op that only leads
-    to others, to the one it leads to.
+    An op's time is attributed to the largest dropped activation it computes; if it computes none,
+    to the one that its results lead to.
     """
     added: dict[int, float] = {}
     positions = [int(p) for p in (lowered.copies > 0).nonzero()[0]]
-    owner_of: dict[int, int] = {}  # by cell: whom its next reader works for
+    owner_of: dict[int, int] = {}  # by cell: the activation that its next reader leads to
     for position in reversed(positions):
         op = int(lowered.ops[position])
         own = [c for c in problem.writes[op] if problem.needs[c] and not keep[c]]

@@ -1,24 +1,39 @@
-"""Local search against the exact simulation: make a plan fit, and put room that is left to use."""
+"""Local search against the exact simulation: make a plan fit, and use up the rest of the budget."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 
 from rekindle.planners.lowering import Choices, Lowered, lower
 from rekindle.planners.problem import Floats, Problem
 
-_WORK = 300_000  # ops to place in one search: some hundred tries on a step of some thousand ops
-_WORK_FOR_EXCHANGES = 500_000
-_PATIENCE = 25  # tries in vain before giving up
-_BREADTH = 12  # changes tried at a peak, the most promising ones
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """How long local search goes on.
+
+    Lowering a plan of n ops places n ops; the default allows hundreds of attempts on a step of a
+    thousand ops.
+    """
+
+    max_ops_placed: int = 300_000
+    max_ops_placed_for_exchange: int = 500_000
+    max_failures: int = 25  # attempts in a row without success
+    n_changes_per_peak: int = 12  # the most promising ones
+
+
+DEFAULT_SEARCH = SearchOptions()
 
 
 class _Search:
     """Lowers choices, and counts how many more ops it may place."""
 
-    def __init__(self, problem: Problem, work: int) -> None:
+    def __init__(self, problem: Problem, options: SearchOptions, max_ops_placed: int) -> None:
         self.problem = problem
-        self.left = max(10 * problem.n_ops, work)
+        self.options = options
+        self.left = max(10 * problem.n_ops, max_ops_placed)
 
     def lower(self, chosen: Choices) -> Lowered:
         lowered = lower(self.problem, chosen)
@@ -26,25 +41,31 @@ class _Search:
         return lowered
 
 
-def polish(problem: Problem, chosen: Choices, budget_bytes: int) -> Choices:
-    """Keep dropped cells after all, dearest first, while the peak stays within the budget."""
-    search = _Search(problem, _WORK)
+def polish(
+    problem: Problem, chosen: Choices, budget_bytes: int, options: SearchOptions = DEFAULT_SEARCH
+) -> Choices:
+    """Keep dropped cells after all, most expensive first, while the peak is within the budget."""
+    search = _Search(problem, options, options.max_ops_placed)
     return _polish(search, chosen, search.lower(chosen), budget_bytes)[0]
 
 
-def fit(problem: Problem, chosen: Choices, budget_bytes: int, work: int = _WORK) -> Choices:
-    """Let go of what lies at the peak, bit by bit, until the plan fits or nothing helps.
+def fit(
+    problem: Problem, chosen: Choices, budget_bytes: int, options: SearchOptions = DEFAULT_SEARCH
+) -> Choices:
+    """Free cells that are live at the peak, one by one, until the plan fits or nothing helps.
 
-    A kept cell can be dropped; one that was computed again early can be let go and computed once
-    more. Of the changes tried, that which takes most off what is over the budget for its time.
+    A kept cell can be dropped; one that was recomputed early can be freed and recomputed later. The
+    change that reduces the excess over the budget most per added µs is taken.
     """
-    search = _Search(problem, work)
+    search = _Search(problem, options, options.max_ops_placed)
     return _fit(search, chosen, search.lower(chosen), budget_bytes)[0]
 
 
-def exchange(problem: Problem, chosen: Choices, budget_bytes: int) -> Choices:
-    """Keep one cell more, or one less, and let the rest adapt; take it where that is cheaper."""
-    search = _Search(problem, _WORK_FOR_EXCHANGES)
+def exchange(
+    problem: Problem, chosen: Choices, budget_bytes: int, options: SearchOptions = DEFAULT_SEARCH
+) -> Choices:
+    """Flip one cell between kept and dropped, adapt the others, and accept what is cheaper."""
+    search = _Search(problem, options, options.max_ops_placed_for_exchange)
     best = search.lower(chosen)
     cells = sorted(problem.droppable, key=lambda c: -problem.times[problem.writer[c]])
     is_better = True
@@ -69,9 +90,9 @@ def _polish(
 ) -> tuple[Choices, Lowered]:
     problem = search.problem
     refused: set[int] = set()
-    while search.left > 0 and len(refused) < _PATIENCE:
+    while search.left > 0 and len(refused) < search.options.max_failures:
         room = budget_bytes - _used(problem, best)
-        cell = _dearest(problem, chosen, room, _copies(best), refused)
+        cell = _most_expensive(problem, chosen, room, _copies(best), refused)
         if cell is None:
             break
         attempt = _changed(chosen, cell, keep=True)
@@ -90,7 +111,8 @@ def _fit(
     while best.peak_bytes > budget_bytes and search.left > 0:
         over = _over(best, budget_bytes)
         found: list[tuple[float, Choices, Lowered]] = []
-        for attempt in _lighter(search.problem, chosen, best)[:_BREADTH]:
+        changes = _lighter(search.problem, chosen, best)
+        for attempt in changes[: search.options.n_changes_per_peak]:
             lowered = search.lower(attempt)
             gain = over - _over(lowered, budget_bytes)
             if gain > 0:
@@ -105,7 +127,7 @@ def _fit(
 def _changed(
     chosen: Choices, cell: int, *, keep: bool | None = None, hold_from: int | None = None
 ) -> Choices:
-    """The same choices but for one cell."""
+    """The same choices, except for one cell."""
     kept, held = list(chosen.keep), list(chosen.hold_from)
     if keep is not None:
         kept[cell] = keep
@@ -122,12 +144,12 @@ def _used(problem: Problem, lowered: Lowered) -> Floats:
 
 
 def _over(lowered: Lowered, budget_bytes: int) -> float:
-    """By how much all positions together are over the budget."""
+    """The excess over the budget, summed over all positions."""
     return float(np.maximum(lowered.live - budget_bytes, 0).sum(dtype=np.float64))
 
 
 def _copies(lowered: Lowered) -> dict[int, list[tuple[int, int]]]:
-    """By storage: the captured ops between which each of its copies lives."""
+    """By storage: the captured ops between which each of its copies is live."""
     found: dict[int, list[tuple[int, int]]] = {}
     for i in lowered.instances:
         if i.copy:
@@ -136,16 +158,16 @@ def _copies(lowered: Lowered) -> dict[int, list[tuple[int, int]]]:
     return found
 
 
-def _dearest(
+def _most_expensive(
     problem: Problem,
     chosen: Choices,
     room: Floats,
     copies: dict[int, list[tuple[int, int]]],
     refused: set[int],
 ) -> int | None:
-    """The dropped cell that costs most to compute, of those that fit across their gap.
+    """The dropped cell that takes longest to recompute, of those that fit across their gap.
 
-    Where a copy of it is there already, there is room for it.
+    Where a copy of it is live already, it needs no further bytes.
     """
     best, best_us = None, 0.0
     for cell in problem.droppable:
@@ -164,16 +186,16 @@ def _dearest(
 
 
 def _lighter(problem: Problem, chosen: Choices, lowered: Lowered) -> list[Choices]:
-    """Changes that would take a cell away from the peak, the most bytes for their time first."""
+    """Changes that free a cell at the peak, most bytes per µs first."""
     peak = int(np.argmax(lowered.live))
     op = int(lowered.anchor[peak])
-    there = {i.storage: i.copy for i in lowered.instances if i.start <= peak <= i.end}
+    live = {i.storage for i in lowered.instances if i.start <= peak <= i.end}
     found: list[tuple[float, Choices]] = []
     for cell, storage in enumerate(problem.storage):
-        if storage not in there or problem.must_keep[cell] or not problem.can_keep[cell]:
+        if storage not in live or problem.must_keep[cell] or not problem.can_keep[cell]:
             continue
         if op in problem.needs[cell] or problem.last_use[cell] >= op:
-            continue  # it is in use just now
+            continue  # it is in use
         ratio = problem.bytes[cell] / max(problem.times[problem.writer[cell]], 1e-3)
         if chosen.keep[cell]:
             found.append((ratio, _changed(chosen, cell, keep=False)))

@@ -1,31 +1,34 @@
-"""From choices to a schedule: the one lowering that all planners share.
+"""Lowering: from a planner's choices to the order of ops, lifetimes, and the schedule.
 
-A planner says what is kept. Everything else is freed after its last forward use and computed again
-just in time: right before the first op that reads it, by the ops between what is available then and
-what is wanted, in captured order. One such run of ops is a **burst**.
+A planner chooses the cells to keep. All others are freed after their last forward use and
+recomputed just in time: right before the first op that reads them, from the live cells, in captured
+order. One such run of ops is a **burst**.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from rekindle.core.graph.dataflow import dataflow
-from rekindle.core.graph.liveness import analyze
+from rekindle.core.graph.liveness import analyze, live_bytes
 from rekindle.core.graph.schedule import Compute, Free, Instruction, LivingCopy, Schedule
 from rekindle.planners.problem import Ints, Problem
+
+# The ops that are recomputed, in captured order, right before an op; sorted by that op.
+Bursts = Sequence[tuple[int, Sequence[int]]]
 
 
 @dataclass(frozen=True)
 class Choices:
-    """What a planner decides, cell by cell.
+    """A planner's decisions, cell by cell.
 
-    `keep`: whether the cell stays from the forward pass. `hold_from`: a cell that a burst computes
-    before the op of this index is let go when the burst is over, and computed again later; from
-    that op on it is held until its last use. 0, the usual, always holds.
+    `keep`: True if the cell stays from the forward pass. `hold_from`: a cell that is recomputed
+    before the op of this index is freed right after the burst's reader, and recomputed once more
+    later; from that op on it is held until its last use. 0, the usual value, always holds.
     """
 
     keep: list[bool]
@@ -34,7 +37,7 @@ class Choices:
 
 @dataclass(slots=True)
 class Instance:
-    """One copy of a storage: which one, and the positions that bound its life."""
+    """One copy of a storage, and the positions that bound its lifetime."""
 
     storage: int
     copy: int
@@ -44,10 +47,10 @@ class Instance:
 
 @dataclass(frozen=True)
 class Lowered:
-    """A lowered plan: the ops in the order they run, and the life of every copy of a cell.
+    """A lowered plan: the ops in the order they run, and the lifetime of every copy of a cell.
 
-    `ops` and `copies` say what runs at each position; `anchor` is the captured op that a position
-    belongs to: the op itself, or the one a burst is for. `live` is what is allocated there.
+    `ops` and `copies` are what runs at each position; `anchor` is the captured op that a position
+    belongs to: the op itself, or the reader of a burst.
     """
 
     problem: Problem
@@ -60,19 +63,12 @@ class Lowered:
     @cached_property
     def live(self) -> Ints:
         """The bytes allocated at each position."""
-        problem, n = self.problem, len(self.ops)
-        table = np.array([(i.start, i.end, i.storage) for i in self.instances], dtype=np.int64)
-        sizes = problem.sizes
-        changes = np.zeros(n + 1)
-        if len(table):
-            nbytes = sizes[table[:, 2]]
-            changes += np.bincount(table[:, 0], weights=nbytes, minlength=n + 1)
-            changes -= np.bincount(table[:, 1] + 1, weights=nbytes, minlength=n + 1)
-        cells = np.cumsum(changes)[:n].astype(np.int64)
-        is_copy = self.copies > 0
-        workspaces = problem.workspaces[self.ops]
-        rest = np.where(is_copy, problem.between[self.anchor] + workspaces, problem.base[self.ops])
-        return cells + rest
+        problem = self.problem
+        rows = [(i.start, i.end, i.storage) for i in self.instances]
+        start, end, storage = np.array(rows, dtype=np.int64).reshape(-1, 3).T
+        cells = live_bytes(start, end, problem.sizes[storage], len(self.ops))
+        during_copies = problem.between[self.anchor] + problem.workspaces[self.ops]
+        return cells + np.where(self.copies > 0, during_copies, problem.base[self.ops])
 
     @cached_property
     def peak_bytes(self) -> int:
@@ -81,12 +77,12 @@ class Lowered:
 
 
 def keep_all(problem: Problem) -> Choices:
-    """Keep every activation: the plain step, but that what is dead is freed at once."""
+    """Keep every activation: the plain step, with dead storages freed at once."""
     return Choices([True] * problem.n_cells, [0] * problem.n_cells)
 
 
 def choices(problem: Problem, kept: Iterable[int]) -> Choices:
-    """Keep these cells and those that must be kept; drop the others, and hold what is computed."""
+    """Keep these cells and those that must be kept; drop the others, and hold recomputed ones."""
     keep = list(problem.must_keep)
     for cell, nbytes in enumerate(problem.bytes):
         if not nbytes and problem.can_keep[cell]:
@@ -97,7 +93,7 @@ def choices(problem: Problem, kept: Iterable[int]) -> Choices:
 
 
 def lower(problem: Problem, chosen: Choices) -> Lowered:
-    """Place every recomputation just in time, and end every life at its last use."""
+    """Place every recomputation just in time, and free every copy at its last use."""
     return _Lowering(problem, chosen).run()
 
 
@@ -106,7 +102,7 @@ class _Lowering:
         self.problem = problem
         self.keep = chosen.keep
         self.hold_from = chosen.hold_from
-        self.available: dict[int, Instance] = {}  # by cell: what bursts have computed and held
+        self.available: dict[int, Instance] = {}  # by cell: recomputed copies that are held
         self.original: dict[int, Instance] = {}  # by storage
         self.instances: list[Instance] = []
         self.bursts: list[tuple[int, list[int]]] = []
@@ -129,7 +125,7 @@ class _Lowering:
         return self._finished()
 
     def provide(self, reader: int, cells: list[int]) -> list[int]:
-        """Compute what an op reads and is not there; returns what is let go after the op."""
+        """Recompute the cells an op reads that are not live; returns those to free after it."""
         available, keep = self.available, self.keep
         wanted = [c for c in cells if not keep[c] and c not in available]
         if not wanted:
@@ -154,7 +150,7 @@ class _Lowering:
                     self.instances.append(made[storage])
                 made[storage].end = position
                 if keep[cell] or cell in available:
-                    continue  # a by-product that is there already
+                    continue  # a by-product that is live already
                 if problem.can_keep[cell]:
                     available[cell] = made[storage]
                     if self.hold_from[cell] > reader:
@@ -167,7 +163,7 @@ class _Lowering:
         return fleeting
 
     def burst_for(self, wanted: list[int]) -> list[int]:
-        """The ops that compute these cells from what is available, in captured order."""
+        """The ops that compute these cells from the live ones, in captured order."""
         problem, keep, available = self.problem, self.keep, self.available
         writer, reads = problem.writer, problem.reads
         ops: set[int] = set()
@@ -203,8 +199,98 @@ class _Lowering:
         return Lowered(self.problem, sequence, copies, anchor, instances, self.recompute_us)
 
 
+def lower_bursts(problem: Problem, bursts: Bursts) -> Lowered:
+    """The lowered plan with exactly these recomputations.
+
+    They determine all lifetimes: an op reads the newest copy, and a copy is freed after the last op
+    that reads it. No other lifetimes need less memory.
+    """
+    return _Replay(problem, bursts).run()
+
+
+class _Replay:
+    """One pass over the captured ops and the bursts before them."""
+
+    def __init__(self, problem: Problem, bursts: Bursts) -> None:
+        self.problem = problem
+        self.bursts = sorted(bursts)
+        self.needed = dict(problem.readers)
+        self.written: dict[int, list[int]] = {}  # by op: the cells that the captured op writes
+        self.last_used: dict[int, list[int]] = {}  # by op: the cells it is the last to use
+        for cell, (writer, last_use) in enumerate(
+            zip(problem.writer, problem.last_use, strict=True)
+        ):
+            self.written.setdefault(writer, []).append(cell)
+            self.last_used.setdefault(last_use, []).append(cell)
+        self.current: dict[int, Instance] = {}  # by cell: the newest copy
+        self.originals: dict[int, Instance] = {}  # by storage
+        self.holds: dict[int, int] = {}  # by storage: the cell that its original holds now
+        self.instances: list[Instance] = []
+        self.ops: list[int] = []
+        self.copies: list[int] = []
+        self.anchor: list[int] = []
+
+    def run(self) -> Lowered:
+        done, end = 0, (self.problem.n_ops, ())
+        for number, (reader, ops) in enumerate((*self.bursts, end), 1):
+            for op in range(done, reader):
+                self.run_captured(op)
+            done = reader
+            made: dict[int, Instance] = {}  # by storage
+            for op in ops:
+                self.run_again(op, number, reader, made)
+        times = self.problem.times
+        return Lowered(
+            self.problem,
+            np.array(self.ops, dtype=np.int64),
+            np.array(self.copies, dtype=np.int64),
+            np.array(self.anchor, dtype=np.int64),
+            self.instances,
+            sum((times[op] for _, ops in self.bursts for op in ops), 0.0),
+        )
+
+    def run_captured(self, op: int) -> None:
+        position = self._place(op, 0, op)
+        for cell in self.needed.get(op, ()):
+            self.current[cell].end = position
+        for cell in self.written.get(op, ()):
+            storage = self.problem.storage[cell]
+            if storage not in self.originals:
+                self.originals[storage] = self._make(storage, 0, position)
+            self.current[cell] = self.originals[storage]
+            self.holds[storage] = cell
+        for cell in self.last_used.get(op, ()):
+            self.originals[self.problem.storage[cell]].end = position
+
+    def run_again(self, op: int, copy: int, reader: int, made: dict[int, Instance]) -> None:
+        """Recompute an op; `made` are the copies of this burst, which it makes or mutates."""
+        problem, position = self.problem, self._place(op, copy, reader)
+        for cell in problem.reads[op]:
+            self.current[cell].end = position
+        for cell in problem.writes[op]:
+            storage = problem.storage[cell]
+            if storage not in made:
+                made[storage] = self._make(storage, copy, position)
+            made[storage].end = position
+            in_use = problem.last_use[cell] >= reader and self.holds[storage] == cell
+            if not in_use:  # otherwise the original stays live and serves as well
+                self.current[cell] = made[storage]
+        for storage in problem.also_makes[op]:
+            self._make(storage, copy, position)
+
+    def _make(self, storage: int, copy: int, position: int) -> Instance:
+        self.instances.append(Instance(storage, copy, position, position))
+        return self.instances[-1]
+
+    def _place(self, op: int, copy: int, anchor: int) -> int:
+        self.ops.append(op)
+        self.copies.append(copy)
+        self.anchor.append(anchor)
+        return len(self.ops) - 1
+
+
 def to_schedule(lowered: Lowered) -> Schedule:
-    """The instructions of a lowered plan. Views of what is computed again are made where read."""
+    """The instructions of a lowered plan. Views of recomputed storages are made where read."""
     return tuple(_Emitter(lowered).run())
 
 
@@ -229,7 +315,7 @@ class _Emitter:
         return self.made
 
     def _ends(self) -> dict[int, list[tuple[int, int]]]:
-        """What is freed after each position: copies of cells, and every other storage that dies."""
+        """The (storage, copy) pairs freed after each position, cells or not."""
         ends: dict[int, list[tuple[int, int]]] = {}
         for instance in self.lowered.instances:
             ends.setdefault(instance.end, []).append((instance.storage, instance.copy))
@@ -264,7 +350,7 @@ class _Emitter:
                 seen[storage].values.add(value)
 
     def provide(self, value: int, version: int) -> LivingCopy:
-        """The newest copy that holds a value; the view is taken where the copy lacks it."""
+        """The newest copy that holds a value; the view is taken if the copy lacks it."""
         fitting = [
             copy
             for copy in self.living.get(self.graph.values[value].storage, ())
@@ -277,7 +363,7 @@ class _Emitter:
         return fitting[-1]
 
     def look(self, value: int, copy: LivingCopy) -> None:
-        """Take a view of a copy; it may have been taken before the storage was last changed."""
+        """Take a view of a copy; its producer may precede the storage's last mutation."""
         producer = self.graph.values[value].producer
         assert producer is not None  # managed storages are made in the step
         op = self.graph.ops[producer]

@@ -1,14 +1,15 @@
-"""The priced minimum cut: what to keep and what to recompute, exactly, for given prices.
+"""Priced min-cut: what to keep and what to recompute, exactly, for given prices.
 
-Every cell has a node X (it is available in the backward pass), every forward op a node Y (it runs
-again). With a price for keeping each cell and a cost for running each op again,
+Min-cut rematerialisation, as in PyTorch's AOTAutograd partitioner, with a price per cell and the
+ops' times. Every cell has a node X (it is available in the backward pass), every forward op a node
+Y (it is recomputed). With a price for keeping each cell and a cost for recomputing each op,
 
-    minimise    Σ cost of the ops that run again + Σ price of the cells that are kept
+    minimise    Σ cost of the recomputed ops + Σ price of the kept cells
     subject to  every cell that the backward pass reads is available;
-                an available cell is kept, or its op runs again;
-                an op that runs again has its inputs available
+                an available cell is kept, or its op is recomputed;
+                a recomputed op has its inputs available
 
-is one s-t minimum cut: s→X (infinite) where the backward pass reads the cell, X→Y with the price of
+is one s-t min-cut: s→X (infinite) if the backward pass reads the cell, X→Y with the price of
 keeping it, Y→t with the op's cost, and Y→X (infinite) to the cells the op reads.
 """
 
@@ -24,12 +25,12 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 from rekindle.planners.problem import Floats, Problem
 
 _INFINITE = 2**30
-_RANGE = 2**26  # what the capacities of all ops add up to: flows must fit into 32 bits
+_TOTAL_CAPACITY = 2**26  # of all ops: flows must fit into 32 bits
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A minimum cut: the cells that are kept, the ops that run again, and the value in µs.
+    """A min-cut: the kept cells, the recomputed ops, and the value in µs.
 
     Capacities are rounded down, so the value is never above the true minimum.
     """
@@ -62,7 +63,7 @@ class CutNetwork:
         ).reshape(-1, 2)
         rows = [np.full(len(needed), self.source), cells, y, pairs[:, 0]]
         must_keep = np.array(problem.must_keep, dtype=bool)
-        recomputed = np.where(must_keep, self.sink, self.y_of_cell)  # keeping is the only way
+        recomputed = np.where(must_keep, self.sink, self.y_of_cell)  # must_keep: only keeping
         columns = [needed, recomputed, np.full(n_ops, self.sink), pairs[:, 1]]
         self.end_of_keep = recomputed
         self.rows, self.columns = np.concatenate(rows), np.concatenate(columns)
@@ -76,16 +77,16 @@ class CutNetwork:
         self.indices = self.columns[self.order].astype(np.int32)
         self.can_keep = np.array(problem.can_keep, dtype=bool)
         self.can_keep[list(keepable)] = True
-        self.always_kept = must_keep.copy()  # read in any case, and computed again in none
+        self.always_kept = must_keep.copy()  # and read by the backward pass
         self.always_kept &= np.array([bool(needs) for needs in problem.needs], dtype=bool)
         self.costs_us = np.array([problem.times[op] for op in self.ops])
 
     def solve(self, price_us: Floats, op_costs_us: Floats | None = None) -> Cut:
-        """The cut for a price of keeping each cell; ops cost their time, or what is given."""
+        """The cut for a price of keeping each cell; ops cost their time by default."""
         costs = self.costs_us if op_costs_us is None else op_costs_us
-        scale = _RANGE / max(float(costs.sum()), 1e-9)
+        scale = _TOTAL_CAPACITY / max(float(costs.sum()), 1e-9)
         capacities = self.capacities
-        price = np.minimum(np.floor(price_us * scale), _RANGE + 1)  # more than all ops together
+        price = np.minimum(np.floor(price_us * scale), _TOTAL_CAPACITY + 1)  # > all ops together
         price[self.always_kept] = 0  # a constant, added below
         capacities[self.keep_edges] = np.where(self.can_keep, price, _INFINITE)
         capacities[self.op_edges] = np.floor(costs * scale)

@@ -1,8 +1,9 @@
-"""What a planner decides about: the step reduced to the storages that could be dropped.
+"""The planning problem: the step reduced to the storages that could be dropped.
 
-A **cell** is one version of a storage that a forward op writes: the content that can be there or
-not. Only the last version of a storage can be kept across the backward pass; an earlier one, which
-an in-place op overwrites, exists while a recomputation passes through it.
+A **cell** is one version of a storage that a forward op writes: the unit that is kept or dropped.
+Only the last version of a storage can be kept; an earlier one, which an in-place op overwrites, is
+live only while a recomputation passes through it. A cell's **gap** is the time between its last
+forward use and its first later read.
 """
 
 from __future__ import annotations
@@ -15,14 +16,12 @@ from numpy.typing import NDArray
 
 from rekindle.core.cost.profile import Profile
 from rekindle.core.graph.dataflow import dataflow
-from rekindle.core.graph.graph import Phase, Role, StepGraph
+from rekindle.core.graph.graph import Role, StepGraph
 from rekindle.core.graph.liveness import analyze
 from rekindle.core.graph.simulate import device_sizes
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
-
-FORWARD = (Phase.FORWARD, Phase.LOSS)
 
 
 @dataclass(frozen=True)
@@ -30,13 +29,13 @@ class Problem:
     """A step as planners see it. Cells are numbered in the order they are written.
 
     For each cell: its storage, its `bytes`, the op that writes it (`writer`), the last op that
-    touches its storage before the gap (`last_use`), and the later ops that read it (`needs`).
-    `must_keep` are the cells that nothing can compute again; `can_keep` is false for versions that
-    are overwritten. Of a recomputation of each op, `reads` and `writes` are the cells,
-    `also_makes` the storages it makes that are no cells (outputs of the step), `times` the µs.
+    touches its storage before the gap (`last_use`), and the ops that read it after the gap
+    (`needs`). `must_keep` is True if the cell cannot be recomputed, `can_keep` is False if it is
+    overwritten. For each op, when recomputed: the cells it `reads` and `writes`, the storages it
+    `also_makes` that are not cells (outputs of the step), and its time in µs (`times`).
 
-    `base` is what is there at each op whatever is decided, its own outputs and workspace included;
-    `between` what is there just before it. The cells' own bytes are in neither.
+    `base[t]`: bytes live during op t under every plan, including t's outputs and workspace;
+    `between[t]`: the same just before op t. Neither includes cells.
     """
 
     graph: StepGraph
@@ -59,12 +58,12 @@ class Problem:
 
     @property
     def n_ops(self) -> int:
-        """How many ops there are."""
+        """The number of ops."""
         return len(self.base)
 
     @property
     def n_cells(self) -> int:
-        """How many cells there are."""
+        """The number of cells."""
         return len(self.storage)
 
     @cached_property
@@ -78,12 +77,12 @@ class Problem:
 
     @cached_property
     def first_need(self) -> list[int]:
-        """The first op that reads each cell across its gap; the number of ops where none does."""
+        """The first op that reads each cell across its gap; the number of ops if none does."""
         return [needs[0] if needs else self.n_ops for needs in self.needs]
 
     @cached_property
     def droppable(self) -> list[int]:
-        """The cells there is a choice about: activations that can be computed again."""
+        """The cells that may be dropped: activations that can be recomputed."""
         return [
             cell for cell in range(self.n_cells) if self.needs[cell] and not self.must_keep[cell]
         ]
@@ -95,11 +94,10 @@ class Problem:
 
 
 def problem_of(graph: StepGraph, profile: Profile) -> Problem:
-    """Reduce a step to what planners decide about."""
+    """The planning problem of a step."""
     profile.check(graph)
-    flow, liveness = dataflow(graph), analyze(graph)
+    flow = dataflow(graph)
     sizes = device_sizes(graph, profile.allocator)
-    n_ops = len(graph.ops)
     storages = _managed(graph)
     cell_of: dict[tuple[int, int], int] = {}
     storage: list[int] = []
@@ -127,9 +125,9 @@ def problem_of(graph: StepGraph, profile: Profile) -> Problem:
         [c for c in cells if storage[c] in (*flow.copy_makes[i], *flow.mutates[i])]
         for i, cells in enumerate(writes)
     ]
-    must_keep = _must_keep(graph, storages, len(storage), reads, writes, can_keep)
+    must_keep = _must_keep(graph, storages, reads, writes, can_keep)
     also_makes = [[s for s in flow.copy_makes[op.index] if s not in storages] for op in graph.ops]
-    base, between = _base(graph, profile, sizes, storages, n_ops, liveness.birth, liveness.death)
+    base, between = _base(graph, profile, sizes, storages)
     return Problem(
         graph=graph,
         profile=profile,
@@ -152,18 +150,18 @@ def problem_of(graph: StepGraph, profile: Profile) -> Problem:
 
 
 def _managed(graph: StepGraph) -> set[int]:
-    """The storages that planners handle: made and changed by forward ops only, and not outputs."""
+    """The storages that planners handle: made and mutated by forward ops only, and not outputs."""
     liveness, flow = analyze(graph), dataflow(graph)
     managed = {
         storage
         for op in graph.ops
-        if op.phase in FORWARD
+        if op.phase.is_forward
         for storage in flow.makes[op.index]
         if not liveness.is_output[storage]
     }
-    read: set[int] = set()  # outside the forward pass: what is changed after that stays as it is
+    read: set[int] = set()  # outside the forward pass: excluded if mutated after that
     for op in graph.ops:
-        if op.phase not in FORWARD:
+        if not op.phase.is_forward:
             read.update(storage for storage, _ in flow.reads[op.index])
             managed.difference_update(flow.mutates[op.index])
         managed.difference_update(read.intersection(flow.mutates[op.index]))
@@ -172,10 +170,7 @@ def _managed(graph: StepGraph) -> set[int]:
 
 
 def _uses(
-    graph: StepGraph,
-    storage: list[int],
-    reads: list[list[int]],
-    writer: list[int],
+    graph: StepGraph, storage: list[int], reads: list[list[int]], writer: list[int]
 ) -> tuple[list[int], list[list[int]]]:
     """The last use of each cell's storage before the gap, and the reads after it.
 
@@ -185,7 +180,7 @@ def _uses(
     needs: list[list[int]] = [[] for _ in storage]
     for op in graph.ops:
         for cell in reads[op.index]:
-            if needs[cell] or op.phase not in FORWARD:
+            if needs[cell] or not op.phase.is_forward:
                 needs[cell].append(op.index)
             else:
                 last_of_storage[storage[cell]] = op.index
@@ -199,14 +194,13 @@ def _uses(
 def _must_keep(
     graph: StepGraph,
     managed: set[int],
-    n_cells: int,
     reads: list[list[int]],
     writes: list[list[int]],
     can_keep: list[bool],
 ) -> list[bool]:
-    """Cells that cannot be computed again: their op may not run again, or what it read is gone."""
+    """True for cells that cannot be recomputed: by their op, or because its inputs are gone."""
     flow, liveness = dataflow(graph), analyze(graph)
-    must = [True] * n_cells
+    must = [True] * len(can_keep)
     for op in graph.ops:
         if not writes[op.index]:
             continue
@@ -220,16 +214,9 @@ def _must_keep(
     return must
 
 
-def _base(
-    graph: StepGraph,
-    profile: Profile,
-    sizes: Ints,
-    managed: set[int],
-    n_ops: int,
-    birth: Ints,
-    death: Ints,
-) -> tuple[Ints, Ints]:
-    """The bytes at each op, and just before it, that do not depend on any decision."""
+def _base(graph: StepGraph, profile: Profile, sizes: Ints, managed: set[int]) -> tuple[Ints, Ints]:
+    """The live bytes at each op, and just before it, that are the same under every plan."""
+    birth, death, n_ops = analyze(graph).birth, analyze(graph).death, len(graph.ops)
     others = np.array([s not in managed and death[s] >= 0 for s in range(len(sizes))], dtype=bool)
     starts = np.bincount(birth[others], weights=sizes[others], minlength=n_ops + 1)
     ends = np.bincount(death[others] + 1, weights=sizes[others], minlength=n_ops + 1)

@@ -1,4 +1,4 @@
-"""The planners by name."""
+"""The planners by name, and the two trivial ones: keep everything, drop everything."""
 
 from __future__ import annotations
 
@@ -17,10 +17,25 @@ from rekindle.planners.baselines.chen import (
 )
 from rekindle.planners.baselines.mincut import plan_mincut
 from rekindle.planners.baselines.mutwo import plan_mutwo
-from rekindle.planners.baselines.simple import plan_all, plan_none
 from rekindle.planners.exact.ilp import plan_ilp
+from rekindle.planners.finish import finish
+from rekindle.planners.lowering import choices, keep_all
+from rekindle.planners.problem import problem_of
 
 Planner = Callable[[StepGraph, Profile, int], Plan]
+
+
+def plan_none(graph: StepGraph, profile: Profile, budget_bytes: int) -> Plan:
+    """Keep every activation, and free dead storages at once."""
+    problem = problem_of(graph, profile)
+    return finish(problem, keep_all(problem), planner="none", budget_bytes=budget_bytes)
+
+
+def plan_all(graph: StepGraph, profile: Profile, budget_bytes: int) -> Plan:
+    """Drop every activation that may be dropped; recompute each once, when it is first read."""
+    problem = problem_of(graph, profile)
+    return finish(problem, choices(problem, ()), planner="all", budget_bytes=budget_bytes)
+
 
 PLANNERS: dict[str, Planner] = {
     "none": plan_none,

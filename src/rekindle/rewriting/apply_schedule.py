@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rekindle.core.graph.graph import TOGETHER_TARGET, UPDATE_TARGET, Op, StepGraph
+from rekindle.core.graph.graph import Op, OpKind, StepGraph
 from rekindle.core.graph.schedule import Free, ResolvedCompute, Schedule, resolve
 from rekindle.rewriting import multi_tensor
 from rekindle.rewriting.codegen import last_uses
@@ -136,10 +136,10 @@ class _Rewriter:
     def _compute(self, step: ResolvedCompute) -> None:
         op = self.graph.ops[step.op]
         call = self.call_of.get(op.name)
-        if op.target == UPDATE_TARGET:
+        if op.kind is OpKind.UPDATE:
             self._run_optimizer(self._part_of_optimizer(op))
             return
-        if op.target == TOGETHER_TARGET:
+        if op.kind is OpKind.FOREACH:
             self._compute_together(op, step)
             return
         if call is None or call.in_optimizer:

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import fx
 
-from rekindle.core.graph.graph import TOGETHER_TARGET, StepGraph
+from rekindle.core.graph.graph import OpKind, StepGraph
 from rekindle.core.graph.schedule import Compute, Schedule
 from rekindle.errors import RewriteError
 from rekindle.rewriting import multi_tensor
@@ -64,7 +64,7 @@ def _check_order(
         (step.op, step.copy)
         for step in schedule
         if isinstance(step, Compute)
-        and (graph.ops[step.op].name in run or graph.ops[step.op].target == TOGETHER_TARGET)
+        and (graph.ops[step.op].name in run or graph.ops[step.op].kind is OpKind.FOREACH)
     ]
     found = [listing.origin[node] for node in listing.nodes if node in listing.origin]
     if found != wanted:

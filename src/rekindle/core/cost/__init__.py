@@ -1,1 +1,1 @@
-"""What ops cost, measured or analytic, and at which batch sizes."""
+"""Costs of ops, measured or analytic, and their growth with the batch."""

@@ -1,4 +1,4 @@
-"""What allocators make of a request for bytes."""
+"""The bytes that an allocator counts for a request."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 _MIB = 1 << 20
-_ROUND = 512
-_LARGE = 10 * _MIB  # from here on, a request gets a segment of its own
-_SEGMENT = 2 * _MIB  # whose size is a multiple of this
-_SPLIT = 1 * _MIB  # and whose rest is split off if it is larger than this
+_ROUND_BYTES = 512
+_OWN_SEGMENT_BYTES = 10 * _MIB  # from here on, a request gets a segment of its own
+_SEGMENT_MULTIPLE_BYTES = 2 * _MIB
+_SPLIT_BYTES = 1 * _MIB  # a larger remainder of a segment is split off
 
 LARGE_BYTES = 1 * _MIB
-"""What is no larger comes from segments of its own kind, which are small."""
+"""Requests up to this size come from separate, small segments."""
 
 ALLOCATORS = ("arena", "cuda", "exact")
 
@@ -21,8 +21,8 @@ def allocated_bytes(requested_bytes: NDArray[np.int64], allocator: str) -> NDArr
     """The bytes that count as allocated for each request.
 
     CUDA's caching allocator rounds up to 512; a large request gets a whole segment of 2 MiB pages,
-    unless more than 1 MiB of it would be left over. From one arena, as CUDA graphs have it, every
-    request gets what it asks for, rounded up to 512.
+    unless more than 1 MiB of it would remain. In one arena, as for CUDA graphs, every request is
+    only rounded up to 512.
 
     >>> [int(n) for n in allocated_bytes(np.array([1, 512, 11 * _MIB, 12 * _MIB - 1]), "cuda")]
     [512, 512, 12582912, 12582912]
@@ -35,9 +35,9 @@ def allocated_bytes(requested_bytes: NDArray[np.int64], allocator: str) -> NDArr
         return requested_bytes
     if allocator not in ALLOCATORS:
         raise ValueError(f"unknown allocator {allocator!r}: one of {', '.join(ALLOCATORS)}")
-    rounded = -(-requested_bytes // _ROUND) * _ROUND
+    rounded = -(-requested_bytes // _ROUND_BYTES) * _ROUND_BYTES
     if allocator == "arena":
         return rounded
-    segment = -(-rounded // _SEGMENT) * _SEGMENT
-    is_whole = (rounded >= _LARGE) & (segment - rounded <= _SPLIT)
+    segment = -(-rounded // _SEGMENT_MULTIPLE_BYTES) * _SEGMENT_MULTIPLE_BYTES
+    is_whole = (rounded >= _OWN_SEGMENT_BYTES) & (segment - rounded <= _SPLIT_BYTES)
     return np.where(is_whole, segment, rounded)

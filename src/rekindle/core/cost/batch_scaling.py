@@ -1,4 +1,4 @@
-"""The same step at any batch size, from the step at two: what grows with the batch grows evenly."""
+"""The step at any batch size, extrapolated linearly from the step at two batch sizes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rekindle.core.graph.graph import StepGraph
 
 
 class Uneven(Exception):
-    """Two steps differ by more than their sizes, or their sizes do not grow evenly."""
+    """Two steps differ by more than their sizes, or their sizes do not grow linearly."""
 
 
 class Sized(NamedTuple):
@@ -25,16 +25,16 @@ class Sized(NamedTuple):
 
 
 class Growth:
-    """A step that grows with its batch: what it is at two sizes says what it is at any.
+    """A step as a linear function of its batch size, given at two sizes.
 
-    Raises Uneven where the two are not the same step but for its sizes.
+    Raises Uneven if the two steps differ by more than their sizes.
     """
 
     def __init__(self, small: Sized, large: Sized) -> None:
         self.small, self.large = small, large
         if _structure(small.graph) != _structure(large.graph):
-            raise Uneven("the step does other things at another batch size")
-        self.at(1)  # raises, if anything is uneven
+            raise Uneven("the step runs other ops at another batch size")
+        self.at(1)  # raises if a size does not grow linearly
 
     def at(self, batch: int) -> StepGraph:
         """The step at another batch size."""
@@ -55,13 +55,13 @@ class Growth:
 
     @cached_property
     def bytes_per_sample(self) -> NDArray[np.float64]:
-        """By how much each storage grows with every sample."""
+        """The growth of each storage per sample."""
         pairs = zip(self.small.graph.storages, self.large.graph.storages, strict=True)
         grown = np.array([y.nbytes - x.nbytes for x, y in pairs], dtype=np.float64)
         return grown / (self.large.batch - self.small.batch)
 
     def costs_at(self, small: Profile, large: Profile, graph: StepGraph, batch: int) -> Profile:
-        """What the ops of the step at another batch size cost, from costs measured at both."""
+        """The profile of the step at another batch size, from profiles measured at both."""
         costs = [
             OpCost(
                 time_us=max(self._line(x.time_us, y.time_us, batch), 0.0),
@@ -88,16 +88,16 @@ class Growth:
         return large + step * (batch - self.large.batch)
 
     def _between(self, small: int, large: int, batch: int) -> int:
-        """A whole number that grows with the batch, at another one."""
+        """An integer that grows linearly with the batch, at another batch size."""
         grown = (large - small) * (batch - self.small.batch)
         step, rest = divmod(grown, self.large.batch - self.small.batch)
         if rest or small + step < 0:
-            raise Uneven(f"{small} and {large} do not grow evenly with the batch")
+            raise Uneven(f"{small} and {large} do not grow linearly with the batch")
         return small + step
 
 
 def _structure(graph: StepGraph) -> list[object]:
-    """All of a step but its sizes."""
+    """Everything in a step except its sizes."""
     ops = [
         (op.name, op.target, op.phase, op.inputs, op.outputs, op.mutates, op.members)
         for op in graph.ops

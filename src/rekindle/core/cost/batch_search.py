@@ -1,4 +1,4 @@
-"""Batches that fit into a budget, and the search for the largest in as few tries as can be."""
+"""The search for the largest batch that fits into a budget, in few evaluations."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import NamedTuple
 from rekindle.core.notebook import html_table, one_line
 from rekindle.units import format_bytes
 
-MOST = 1 << 24  # samples: no batch that is looked for is larger
+MOST = 1 << 24  # samples: the largest batch considered
 
-_PATIENCE = 6  # tries along lines before one in the middle
-_BEYOND = 1.15  # how far planners may get beyond the least peak that they know of
-_STRIDE = 1.01  # by which a search comes down on what can be planned
-_UPWARDS = 1.1  # by which a search goes up
-_FAR = 8.0  # times the way between two batches: as far as a line is followed
-_STEEP = 2.0  # times the time that may be added: from there on it grows as no line says
+_BISECT_EVERY = 6  # evaluations: one in so many bisects instead of following the secant
+_DESCENT_START_RATIO = 1.15  # by which `descend` raises its upper end
+_DESCENT_STEP_RATIO = 1.01  # by which it comes down from there
+_CLIMB_RATIO = 1.1  # by which `climb` goes up
+_MAX_EXTRAPOLATION = 8.0  # times the distance of the two batches that a line goes through
+_LINEAR_ADDED_TIME_RATIO = 2.0  # of the time that may be added: beyond, no line is fitted
 
 
 class Fit(NamedTuple):
@@ -29,17 +29,17 @@ class Fit(NamedTuple):
 
     @property
     def samples_per_s(self) -> float:
-        """How many samples a second are trained on."""
+        """The throughput."""
         return self.batch / self.step_us * 1e6 if self.step_us > 0 else math.nan
 
 
 @dataclass(frozen=True)
 class LargestBatch:
-    """The largest batches that a budget holds; None where not even one sample fits.
+    """The largest batches that fit into a budget; None if not even one sample fits.
 
-    `planned` is the largest of all, whatever it costs in time. `quick` is the largest that keeps
-    the share `at_least` of the speed that `plain` has; None where nobody asked for one. Where
-    nothing fits, `least_bytes` is a budget that holds one sample.
+    `plain` is the largest without a plan, `planned` the largest with one, `quick` the largest that
+    keeps the share `at_least` of the throughput of `plain`, if that was asked for. If nothing fits,
+    `least_bytes` is a budget that one sample fits into.
     """
 
     budget_bytes: int
@@ -65,7 +65,7 @@ class LargestBatch:
 
 
 class Between(NamedTuple):
-    """Where the largest batch lies: the first of the two fits, the second does not."""
+    """An interval that contains the largest batch: the first end fits, the second does not."""
 
     fits: float
     fails: float
@@ -74,9 +74,9 @@ class Between(NamedTuple):
 def largest_within(
     peak_bytes: Callable[[int], int], budget_bytes: float, *, start: int, close: float
 ) -> int:
-    """The largest batch whose peak stays within a budget, to a share of it; 0 if there is none.
+    """The largest batch whose peak is within a budget, to the relative precision `close`; or 0.
 
-    Peaks grow nearly evenly, so that the line through the last two says where to look next.
+    Peaks grow almost linearly, so this is the secant method, with a bisection now and then.
 
     >>> largest_within(lambda batch: 100 + 7 * batch, 1000, start=16, close=0.005)
     128
@@ -89,25 +89,25 @@ def largest_within(
         now = (tried, peak_bytes(tried))
         low, high = (tried, high) if now[1] <= budget_bytes else (low, tried)
         n_tries += 1
-        is_slow = n_tries % _PATIENCE == 0  # no line helps where peaks grow unevenly
+        is_slow = n_tries % _BISECT_EVERY == 0  # the secant converges slowly if growth is uneven
         meets = math.sqrt(low * high) if is_slow else _meets(last, now, budget_bytes)
         last, tried = now, _inside(meets, low, high, close)
     return low
 
 
 def descend(can_plan: Callable[[float], bool], known: float) -> Between:
-    """Where the largest batch lies, from one that is known to fit.
+    """An interval that contains the largest batch, from one that is known to fit.
 
-    Where a planner gets beyond what it knew of, the search comes from above: that a batch cannot be
-    planned is soon known to a planner that has looked at the step before, a plan takes longer.
+    If larger batches fit, too, the search comes from above: a planner that knows the step rejects
+    an infeasible batch sooner than it finds a plan.
     """
-    fits, fails = known, known * _STRIDE
+    fits, fails = known, known * _DESCENT_STEP_RATIO
     if not can_plan(fails):
         return Between(fits, fails)
-    while fails < MOST and can_plan(fails * _BEYOND):
-        fails *= _BEYOND
-    fits, fails = fails, fails * _BEYOND
-    while (tried := fails / _STRIDE) > fits:
+    while fails < MOST and can_plan(fails * _DESCENT_START_RATIO):
+        fails *= _DESCENT_START_RATIO
+    fits, fails = fails, fails * _DESCENT_START_RATIO
+    while (tried := fails / _DESCENT_STEP_RATIO) > fits:
         if can_plan(tried):
             return Between(tried, fails)
         fails = tried
@@ -115,7 +115,7 @@ def descend(can_plan: Callable[[float], bool], known: float) -> Between:
 
 
 def close_in(plan: Callable[[int], Fit | None], between: Between, close: float) -> Fit | None:
-    """The largest batch that a plan fits, to a share of it, from where it is thought to lie."""
+    """The largest batch with a plan, to the relative precision `close`, from an estimate."""
     best, tried, stride = None, max(1, int(between.fits)), close
     high = max(round(between.fails), tried + 1)
     while best is None or high - best.batch > _step(best.batch, close):
@@ -135,7 +135,7 @@ def close_in(plan: Callable[[int], Fit | None], between: Between, close: float) 
 
 
 def climb(can: Callable[[int], Fit | None], start: Fit, most: int, close: float) -> Fit:
-    """The largest batch that can be had, to a share of it, from one that can, up to the most.
+    """The largest feasible batch up to `most`, to the relative precision `close`.
 
     >>> climb(lambda n: Fit(n, 0, 1.0) if n <= 130 else None, Fit(100, 0, 1.0), 400, 0.02).batch
     130
@@ -143,7 +143,8 @@ def climb(can: Callable[[int], Fit | None], start: Fit, most: int, close: float)
     best, high, tried = start, most + 1, start.batch
     while high - best.batch > _step(best.batch, close):
         is_open = high > most
-        tried = min(int(best.batch * _UPWARDS) + 1, most) if is_open else (best.batch + high) // 2
+        up = min(int(best.batch * _CLIMB_RATIO) + 1, most)
+        tried = up if is_open else (best.batch + high) // 2
         found = can(tried)
         if found is None:
             high = tried
@@ -155,10 +156,10 @@ def climb(can: Callable[[int], Fit | None], start: Fit, most: int, close: float)
 def quickest(
     plan: Callable[[int], Fit | None], plain: Fit, at_least: float, between: Between, close: float
 ) -> tuple[Fit, int]:
-    """The largest batch that keeps a share of the plain step's speed, and one that does not.
+    """The largest batch that keeps a share of the plain step's throughput, and one that does not.
 
-    What planning adds to the time of a sample grows smoothly at first, so that the line through two
-    batches says where to look; it leaps up where the planner runs out of good plans.
+    The time added per sample grows smoothly at first, so that the secant tells where to look; it
+    jumps where the planner runs out of good plans.
     """
     most = 1 / at_least - 1
     best, high = plain, round(between.fails)
@@ -172,37 +173,37 @@ def quickest(
             best = found
         else:
             high = tried
-        if slower <= _STEEP * most:
+        if slower <= _LINEAR_ADDED_TIME_RATIO * most:
             added[tried] = slower
         tried = _inside(_crosses(added, most, best.batch, high), best.batch, high, close)
     return best, high
 
 
 def _crosses(added: dict[int, float], most: float, low: int, high: int) -> float:
-    """The batch at which the added time is thought to reach the most, between two others."""
+    """The estimated batch at which the added time reaches its limit, between two others."""
     middle = math.sqrt(low * high)
     near = sorted(added.items(), key=lambda entry: abs(entry[1] - most))[:2]
     (a, less), (b, more) = sorted(near)[0], sorted(near)[-1]
     if less >= more:
         return middle
     share = (most - less) / (more - less)
-    meets = a * math.pow(b / a, max(-_FAR, min(share, _FAR)))
+    meets = a * math.pow(b / a, max(-_MAX_EXTRAPOLATION, min(share, _MAX_EXTRAPOLATION)))
     return meets if less <= most <= more else min(meets, middle)
 
 
 def _step(batch: int, close: float) -> int:
-    """By how much two batches may differ that are close."""
+    """The largest difference of two batches that are close."""
     return max(1, int(batch * close))
 
 
 def _inside(batch: float, low: int, high: int, close: float) -> int:
-    """A batch between two that is as far from both as close is, as far as there is room."""
+    """The batch, clamped between two others, and close to neither if there is room."""
     least, most = low + _step(low, close), math.ceil(high / (1 + close))
     return max(low + 1, min(max(int(batch), least), most, high - 1))
 
 
 def _meets(a: tuple[int, int], b: tuple[int, int], budget_bytes: float) -> float:
-    """The batch at which a peak that grows evenly meets the budget."""
+    """The batch at which the line through two peaks meets the budget."""
     if (a[1] < b[1]) != (a[0] < b[0]) or a[1] == b[1]:
         return 2 * max(a[0], b[0])
     return a[0] + (budget_bytes - a[1]) * (b[0] - a[0]) / (b[1] - a[1])

@@ -1,7 +1,7 @@
-"""GPUs by name: what an analytic profile needs to know of each.
+"""GPUs by name, with the figures that an analytic profile needs.
 
-Rates are the vendors' figures for dense matrices without sparsity; `roofline` holds what is
-reached of them. Users add their own with `add_device`.
+Rates are the vendors' figures for dense matrices; `roofline` holds the share that is reached. Users
+add their own GPUs with `add_device`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One kind of GPU. FLOP rates are in FLOP a microsecond (1 TFLOP/s = 1e6)."""
+    """One kind of GPU. FLOP rates are in FLOP per microsecond (1 TFLOP/s = 1e6)."""
 
     name: str
     memory_bytes: int
@@ -29,7 +29,7 @@ class Device:
     overhead_bytes: int = 10 * MIB  # libraries' workspaces that stay allocated
 
     def flops_per_us(self, dtype: str, *, tf32: bool = False) -> float:
-        """The rate of matrix products in a data type; float32 may run on tensor cores as TF32."""
+        """The rate of matmuls in a dtype; float32 may run on tensor cores as TF32."""
         if dtype in ("bfloat16", "float16"):
             return self.half_flops_per_us
         if dtype == "float64":
@@ -60,8 +60,8 @@ def _gpu(
     )
 
 
-# name, GiB, TB/s, TFLOP/s in float32, TF32 and half precision. Where there are no tensor cores for
-# a type, the rate is that of the plain units. A T4 has none for bfloat16: half means float16 there.
+# name, GiB, TB/s, TFLOP/s in float32, TF32 and half precision. Without tensor cores for a dtype,
+# the rate is that of the CUDA cores. A T4 has none for bfloat16: half means float16 there.
 _TABLE = (
     _gpu("B200", 180, 8.0, 75, 1100, 2250, host_gb_per_s=55, overhead_mib=98),
     _gpu("H200", 140, 4.8, 67, 495, 990, host_gb_per_s=55, overhead_mib=98),
@@ -79,12 +79,12 @@ _TABLE = (
     _gpu("RTX 4090", 24, 1.008, 82.6, 82.6, 165),
     _gpu("RTX 5090", 32, 1.79, 104.8, 104.8, 209.5, host_gb_per_s=55),
 )
-_DEVICES = {device.name: device for device in _TABLE}
+DEVICES = {device.name: device for device in _TABLE}
 
 
 def known_devices() -> tuple[str, ...]:
     """The names of all known GPUs."""
-    return tuple(_DEVICES)
+    return tuple(DEVICES)
 
 
 def add_device(device: Device) -> None:
@@ -94,28 +94,28 @@ def add_device(device: Device) -> None:
     >>> find_device("toy").memory_bytes == 8 * GIB
     True
     """
-    for name in [name for name in _DEVICES if _squeezed(name) == _squeezed(device.name)]:
-        del _DEVICES[name]
-    _DEVICES[device.name] = device
+    for name in [name for name in DEVICES if _squeezed(name) == _squeezed(device.name)]:
+        del DEVICES[name]
+    DEVICES[device.name] = device
 
 
 def find_device(name: str) -> Device:
-    """The GPU of that name, upper or lower case, or of a longer one as CUDA gives it.
+    """The GPU of that name, case-insensitive, or of a longer name as CUDA reports it.
 
     >>> find_device("NVIDIA A100-SXM4-80GB").name, find_device("rtx4090").name
     ('A100-80GB', 'RTX 4090')
     """
-    for device in _DEVICES.values():
+    for device in DEVICES.values():
         if _squeezed(device.name) == _squeezed(name):
             return device
-    fits = [device for device in _DEVICES.values() if _words(device.name) <= _words(name)]
+    fits = [device for device in DEVICES.values() if _words(device.name) <= _words(name)]
     if fits:
         return max(fits, key=lambda device: len(_words(device.name)))
-    close = [known for known in _DEVICES if _squeezed(known).startswith(_squeezed(name))]
-    close = close or difflib.get_close_matches(name, _DEVICES, n=1, cutoff=0.5)
+    close = [known for known in DEVICES if _squeezed(known).startswith(_squeezed(name))]
+    close = close or difflib.get_close_matches(name, DEVICES, n=1, cutoff=0.5)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     raise ProfileError(
-        f"unknown device {name!r}.{hint} Known: {', '.join(_DEVICES)}. Add yours with "
+        f"unknown device {name!r}.{hint} Known: {', '.join(DEVICES)}. Add yours with "
         "rekindle.add_device(rekindle.Device(...))."
     )
 

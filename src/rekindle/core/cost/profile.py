@@ -1,4 +1,4 @@
-"""What ops cost: devices, the cost of an op, and the profile of a whole step."""
+"""The cost of an op, and the profile of a whole step."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from rekindle.units import format_us
 
 @dataclass(frozen=True, slots=True)
 class OpCost:
-    """One op's time on the device, and the memory it needs beside inputs and outputs.
+    """One op's time on the device, and its workspace.
 
-    `copy_us` is the time of a recomputation, where another operator does it (`Op.copy_target`).
+    `copy_us` is the time of a recomputation by another operator (`Op.copy_target`).
     """
 
     time_us: float
@@ -32,9 +32,9 @@ class OpCost:
 class Profile:
     """The cost of every op of one graph on one device.
 
-    `allocator` says how the device's allocator counts bytes; `overhead_bytes` is what is allocated
-    throughout beside the graph's own storages (libraries' workspaces). Copies between host and
-    device take `transfer_latency_us` and then `bytes / …_bytes_per_us`.
+    `allocator` says how the device's allocator counts bytes; `overhead_bytes` is allocated
+    throughout the step, in addition to the graph's storages (libraries' workspaces). Copies between
+    host and device take `transfer_latency_us + bytes / …_bytes_per_us`.
     """
 
     device: str
@@ -75,7 +75,7 @@ class Profile:
         return float(self.times_us.sum())
 
     def to_host_us(self, nbytes: int) -> float | None:
-        """The time to copy so many bytes to the host; None where there is no host apart."""
+        """The time to copy so many bytes to the host; None if the device is the host."""
         return _transfer_us(nbytes, self.transfer_latency_us, self.to_host_bytes_per_us)
 
     def to_device_us(self, nbytes: int) -> float | None:
@@ -83,12 +83,12 @@ class Profile:
         return _transfer_us(nbytes, self.transfer_latency_us, self.to_device_bytes_per_us)
 
     def check(self, graph: StepGraph) -> None:
-        """Raise unless this profile is of that graph."""
+        """Raise unless this profile is for that graph."""
         if self.fingerprint != graph.fingerprint or len(self.costs) != len(graph.ops):
             raise ProfileError(
-                f"this profile is of another step (graph {self.fingerprint}, {len(self.costs)} "
-                f"ops) than the one given ({graph.fingerprint}, {len(graph.ops)} ops): profile it "
-                "anew with rekindle.profile(captured)."
+                f"this profile is for another step (graph {self.fingerprint}, {len(self.costs)} "
+                f"ops) than the one given ({graph.fingerprint}, {len(graph.ops)} ops): profile "
+                "again with rekindle.profile(captured)."
             )
 
     def _facts(self) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Two trainings from the same state, side by side: what differs, and how long each took."""
+"""A plain and a captured training from the same state: differences, times and peaks."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ from rekindle.units import format_bytes, format_us
 class Comparison:
     """A plain training and a captured one.
 
-    `compared` counts the tensors by kind ("parameter", "buffer", …); `differences` names what is
-    not the same, bit for bit. The samples are the times of single steps, in order; the peak is that
-    of the last. Without a budget there is no profile and no plan; with one, `graph`, `profile`,
-    `plan` and `trace` are of the step that ran, `plain_trace` and `plain_profile` of the plain one.
-    Where the plain step does not fit into the device's memory, there is nothing of it, and nothing
-    was compared.
+    `compared` counts the tensors by kind ("parameter", "buffer", …); `differences` names those that
+    are not bitwise equal. The samples are the times of single steps, in order; the peaks are of the
+    last step. With a budget, `graph`, `profile`, `plan` and `trace` are of the step that ran,
+    `plain_trace` and `plain_profile` of the plain one; without one they are None. If the plain step
+    does not fit into the device's memory, nothing was compared.
 
     A step that `is_compiled` may round differently from the plain one. It is compared with another
-    that is compiled, too, and drops nothing; `rounding` is how far that one's results are from the
-    plain step's, as a share of them: the largest of all steps, None if there is no plain step.
+    compiled step that drops nothing; `rounding` is the largest relative difference between the
+    results of that step and of the plain one, None if there is no plain step.
     """
 
     graph: StepGraph
@@ -50,17 +49,17 @@ class Comparison:
 
     @property
     def steps(self) -> int:
-        """How many steps each training took."""
+        """The number of steps of each training."""
         return len(self.captured_samples_us)
 
     @property
     def equal(self) -> bool:
-        """Whether all was compared and nothing differs."""
+        """True if everything was compared and nothing differs."""
         return bool(self.compared) and not self.differences
 
     @property
     def is_within_budget(self) -> bool:
-        """Whether the captured training has stayed within its budget, if it has one."""
+        """True if the captured training stayed within its budget, or has none."""
         return self.budget_bytes is None or self.captured_peak_bytes <= self.budget_bytes
 
     @property
@@ -92,5 +91,5 @@ class Comparison:
 
 
 def _warm_median(samples_us: tuple[float, ...]) -> float:
-    """The median without the first step, which picks kernels, and the last, which is watched."""
+    """The median without the first step, which selects kernels, and the last, which is traced."""
     return statistics.median(samples_us[1:-1] or samples_us) if samples_us else float("nan")

@@ -1,25 +1,18 @@
-"""Which version of which storage each op reads and writes, and which ops may run a second time.
+"""The storage versions that each op reads and writes, and which ops may be recomputed.
 
 An in-place op gives its storage a new version. What enters the step has version 0; the op that
-makes a storage writes version 1; every op that mutates it writes the next. A copy of an op reads
-the versions that the captured op read, so recomputation is right whatever was changed in place.
+makes a storage writes version 1; every op that mutates it writes the next. A recomputation reads
+the versions that the captured op read, so in-place changes cannot alter its result.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rekindle.core.graph.graph import (
-    CAST_TARGET,
-    FUSED_PREFIX,
-    TOGETHER_TARGET,
-    Op,
-    Phase,
-    StepGraph,
-)
+from rekindle.core.graph.graph import Op, OpKind, Phase, StepGraph
 
-# Batch norms that update running statistics normalise by the batch's own mean and variance: what
-# they compute does not depend on the state they change, and a copy leaves that state alone.
+# Batch norms in training mode normalise by the batch's own mean and variance: their results do not
+# depend on the running statistics they update, and a recomputation does not update them.
 STATE_FREE = frozenset(
     {
         "_batch_norm_with_update",
@@ -31,8 +24,6 @@ STATE_FREE = frozenset(
     }
 )
 
-_FORWARD = (Phase.FORWARD, Phase.LOSS)
-
 
 @dataclass(frozen=True)
 class Dataflow:
@@ -40,7 +31,7 @@ class Dataflow:
 
     `copy_inputs`, `copy_reads` and `copy_makes` are the values and pairs that a recomputation of
     the op reads and the storages it makes; it changes no state. `refusals` says why an op must not
-    run again; None where it may. `last_version` is the version each storage has when the step ends.
+    be recomputed; None if it may. `last_version` is each storage's version at the step's end.
     """
 
     reads: tuple[tuple[tuple[int, int], ...], ...]
@@ -54,7 +45,7 @@ class Dataflow:
 
 
 def dataflow(graph: StepGraph) -> Dataflow:
-    """The versions that ops read and write; computed once a graph."""
+    """The versions that ops read and write; computed once per graph."""
     found: Dataflow | None = graph.__dict__.get("_dataflow")  # as cached_property does
     if found is None:
         found = graph.__dict__["_dataflow"] = _dataflow(graph)
@@ -62,7 +53,7 @@ def dataflow(graph: StepGraph) -> Dataflow:
 
 
 def is_state_free(op: Op) -> bool:
-    """Whether what an op computes does not depend on the state it changes."""
+    """True if an op's results do not depend on the state it changes."""
     parts = op.target.split(".")
     return len(parts) > 1 and parts[1] in STATE_FREE
 
@@ -109,7 +100,7 @@ def _dataflow(graph: StepGraph) -> Dataflow:
 
 
 def _copy_inputs(graph: StepGraph, op: Op, entered: set[int]) -> tuple[int, ...]:
-    """The values that a recomputation reads: not the state that the op itself changes."""
+    """The values that a recomputation reads: without the state that the op itself changes."""
     state = entered.intersection(graph.values[v].storage for v in op.mutates)
     touched = dict.fromkeys((*op.inputs, *op.mutates))
     inputs = [v for v in touched if graph.values[v].storage not in state]
@@ -119,7 +110,7 @@ def _copy_inputs(graph: StepGraph, op: Op, entered: set[int]) -> tuple[int, ...]
 def _versions_before_the_update(
     graph: StepGraph, mutates: list[tuple[int, ...]], entered: set[int]
 ) -> dict[int, int]:
-    """The version that what entered the step has throughout the backward pass."""
+    """The version of each storage that entered the step, during the backward pass."""
     versions = dict.fromkeys(entered, 0)
     for op in graph.ops:
         if op.phase is not Phase.OPTIMIZER:
@@ -138,21 +129,17 @@ def _refusal(
     settled: dict[int, int],
 ) -> str | None:
     if op.is_view:
-        return None  # computes nothing: another look at a storage
-    if op.target in (TOGETHER_TARGET, CAST_TARGET):
+        return None
+    if op.kind in (OpKind.FOREACH, OpKind.CAST):
         return "does what several ops do"
-    if op.target.startswith("rekindle.") and not op.target.startswith(FUSED_PREFIX):
+    if op.kind in (OpKind.HELPER, OpKind.UPDATE):
         return "reads or sets a random generator's state"
-    if op.phase not in _FORWARD:
+    if not op.phase.is_forward:
         return f"is an op of the {op.phase.value} pass"
     state = entered.intersection(mutates)
     if state and not (is_state_free(op) and op.outputs):
-        return f"changes state ({_name(graph, min(state))})"
+        return f"changes state ({graph.storage_name(min(state))})"
     for storage, version in reads:
         if storage in entered and storage not in state and version != settled[storage]:
-            return f"reads state that changes later ({_name(graph, storage)})"
+            return f"reads state that changes later ({graph.storage_name(storage)})"
     return None
-
-
-def _name(graph: StepGraph, storage: int) -> str:
-    return next(value.name for value in graph.values if value.storage == storage)

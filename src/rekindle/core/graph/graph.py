@@ -1,10 +1,8 @@
-"""The training step as data: ops, values and storages, with no torch in sight.
+"""The training step as data: ops, values and storages, without torch.
 
-A `Storage` is a piece of memory; a `Value` is a tensor, one way of looking at a storage; an `Op`
-reads values and makes or changes others. Bytes belong to storages alone, so views and in-place
-operators are never counted twice.
-
-A value is a tensor *object*: an in-place op makes no new value, it lists the values it `mutates`.
+A `Storage` is an allocation; a `Value` is a tensor, a view of a storage; an `Op` reads values and
+makes or mutates others. Bytes belong to storages alone, so views and in-place operators are never
+counted twice. An in-place op makes no new value: it lists the values it `mutates`.
 """
 
 from __future__ import annotations
@@ -15,6 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
 
 from rekindle.core.notebook import html_table, one_line
 from rekindle.units import format_bytes, format_count
@@ -28,9 +29,14 @@ class Phase(Enum):
     BACKWARD = "backward"
     OPTIMIZER = "optimizer"
 
+    @property
+    def is_forward(self) -> bool:
+        """True for the forward pass and the loss."""
+        return self is Phase.FORWARD or self is Phase.LOSS
+
 
 class Role(Enum):
-    """What a storage is for. The first four exist before the step and stay after it."""
+    """The purpose of a storage. The first four exist before the step and remain after it."""
 
     PARAM = "parameter"
     BUFFER = "buffer"
@@ -44,16 +50,13 @@ class Role(Enum):
 
     @property
     def is_resident(self) -> bool:
-        """Whether such a storage is there before the step starts."""
-        return self in _RESIDENT
-
-
-_RESIDENT = frozenset({Role.PARAM, Role.BUFFER, Role.OPT_STATE, Role.INPUT})
+        """True if such a storage exists before the step starts."""
+        return self in (Role.PARAM, Role.BUFFER, Role.OPT_STATE, Role.INPUT)
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where an op comes from: the module that ran it and the line of the model's or user's code.
+    """The module that ran an op, and the line of the model's or user's code.
 
     A backward op carries the source of the forward op it differentiates.
     """
@@ -67,25 +70,23 @@ class Source:
         return f"{self.module} ({place})" if self.module and place else self.module or place
 
 
-UPDATE_TARGET = "rekindle.update"
-"""The target of an op that stands for a call of the user's optimizer with some gradients."""
+class OpKind(Enum):
+    """What an op calls. The value is how the targets of that kind start in graphs and files."""
 
-TOGETHER_TARGET = "rekindle.together"
-"""The target of an op that does at once what several captured ops of one kind do."""
-
-CAST_TARGET = "rekindle.cast"
-"""The target of a captured op that casts several tensors at once."""
-
-FUSED_PREFIX = "rekindle.fused_"
-"""How the target of a compiled group of captured ops starts: a function of tensors."""
+    OPERATOR = ""  # an operator of torch
+    HELPER = "rekindle."  # another function of ours, e.g. to set a random generator's state
+    UPDATE = "rekindle.update"  # the user's optimizer, with some of the gradients
+    FOREACH = "rekindle.together"  # one multi-tensor call for several captured ops (`members`)
+    CAST = "rekindle.cast"  # one multi-tensor cast that was captured as such
+    FUSED = "rekindle.fused_"  # a compiled group of captured ops: a function of tensors
 
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """One piece of memory. `index` is its position in `StepGraph.storages`.
+    """One allocation. `index` is its position in `StepGraph.storages`.
 
-    The plain step may hold a storage beyond its last use, in a local variable: until the op
-    `held_until` has run, or not at all where that is -1.
+    In the plain step a local variable may keep a storage alive beyond its last use, until the op
+    `held_until` has run; -1 if none does.
     """
 
     index: int
@@ -111,13 +112,12 @@ class Value:
 class Op:
     """One operator call. `inputs`, `outputs` and `mutates` hold indices of values.
 
-    Where `copy_target` is set, a recomputation runs that operator instead: it makes the first
-    output alone, from what the op read and from its other outputs. (Batch norm's result follows
-    from the mean and variance it has already found.)
+    If `copy_target` is set, a recomputation runs that operator instead: it computes the first
+    output alone, from the op's inputs and its other outputs. (Batch norm reuses the mean and
+    variance of the first run.)
 
-    `may_overwrite` are the inputs over which the operator could write its result, as far as it and
-    their forms are concerned: whether somebody still needs them is another question. `members` are
-    the names of the captured ops that this one does at once, if it is one of those.
+    `may_overwrite` are the inputs whose shape, dtype and operator allow writing the result over
+    them, if they are dead by then. `members` are the captured ops that a foreach op stands for.
     """
 
     index: int
@@ -135,13 +135,25 @@ class Op:
     may_overwrite: tuple[int, ...] = ()
     members: tuple[str, ...] = ()
 
+    @property
+    def kind(self) -> OpKind:
+        """What the op calls, from its target."""
+        if not self.target.startswith(OpKind.HELPER.value):
+            return OpKind.OPERATOR
+        if self.target.startswith(OpKind.FUSED.value):
+            return OpKind.FUSED
+        return _WHOLE_TARGETS.get(self.target, OpKind.HELPER)
+
+
+_WHOLE_TARGETS = {kind.value: kind for kind in (OpKind.UPDATE, OpKind.FOREACH, OpKind.CAST)}
+
 
 @dataclass(frozen=True, eq=False)  # compared by identity, or by fingerprint
 class StepGraph:
     """One training step: its ops in captured order, and every value and storage they touch.
 
     `outputs` are the values alive when the step ends, beyond the resident ones: what the user's
-    function returns, gradients that are not cleared, tensors that modules hold on to.
+    function returns, gradients that are not cleared, tensors that modules keep.
     """
 
     ops: tuple[Op, ...]
@@ -151,9 +163,9 @@ class StepGraph:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of the graph but for source lines, so that moving code does not change it.
+        """A hash of the graph without source lines, so that moving code does not change it.
 
-        `may_overwrite` follows from the rest, and is left out.
+        `may_overwrite` follows from the rest and is not part of it.
         """
         digest = hashlib.sha256()
         for row in self._rows():
@@ -173,34 +185,41 @@ class StepGraph:
         yield [self.outputs]
 
     @cached_property
+    def sizes_bytes(self) -> NDArray[np.int64]:
+        """The size of each storage."""
+        return np.array([storage.nbytes for storage in self.storages], dtype=np.int64)
+
+    @cached_property
     def early_updates(self) -> tuple[int, ...]:
-        """The ops that update parameters as their gradients come; none if all are at the end."""
-        return tuple(op.index for op in self.ops if op.target == UPDATE_TARGET)
+        """The ops that update parameters during the backward pass, as soon as gradients exist."""
+        return tuple(op.index for op in self.ops if op.kind is OpKind.UPDATE)
 
     def storage_of(self, value: int) -> Storage:
         """The storage behind a value."""
         return self.storages[self.values[value].storage]
 
+    def storage_name(self, storage: int, copy: int = 0) -> str:
+        """The name of a storage's first value, and the copy unless it is the captured one."""
+        names = (value.name for value in self.values if value.storage == storage)
+        name = next(names, f"storage {storage}")
+        return f"{name} (copy {copy})" if copy else name
+
+    def touched(self, op: Op) -> list[int]:
+        """The storages that an op reads, makes or mutates, each once."""
+        values = (*op.inputs, *op.outputs, *op.mutates)
+        return list(dict.fromkeys(self.values[value].storage for value in values))
+
     def count_by_phase(self) -> dict[Phase, int]:
         """How many ops each phase has."""
-        counts = dict.fromkeys(Phase, 0)
-        for op in self.ops:
-            counts[op.phase] += 1
-        return counts
+        return {phase: sum(op.phase is phase for op in self.ops) for phase in Phase}
 
     def flops_by_phase(self) -> dict[Phase, int]:
-        """Floating-point operations of matrix products, convolutions and attention, by phase."""
-        flops = dict.fromkeys(Phase, 0)
-        for op in self.ops:
-            flops[op.phase] += op.flops
-        return flops
+        """FLOPs of matmuls, convolutions and attention, by phase."""
+        return {phase: sum(op.flops for op in self.ops if op.phase is phase) for phase in Phase}
 
     def bytes_by_role(self) -> dict[Role, int]:
-        """The sum of all storages' bytes by role: what the step touches, not what lives at once."""
-        sums = dict.fromkeys(Role, 0)
-        for storage in self.storages:
-            sums[storage.role] += storage.nbytes
-        return sums
+        """The sum of all storages' bytes by role, even if they are not live at the same time."""
+        return {role: sum(s.nbytes for s in self.storages if s.role is role) for role in Role}
 
     def _facts(self) -> dict[str, object]:
         sizes = {role.value: n for role, n in self.bytes_by_role().items() if n}

@@ -1,4 +1,4 @@
-"""When each storage is born, used and dead: static analysis of a step in its captured order."""
+"""The lifetime of every storage: static analysis of a step in its captured order."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Lifetime:
-    """The ops, by index, that bound a storage's life; None where there is no such op.
+    """The ops, by index, that bound a storage's lifetime; None if there is no such op.
 
-    `birth` is None for what is there before the step, `death` for what is there after it.
+    `birth` is None if it exists before the step, `death` if it exists after it.
     """
 
     storage: int
@@ -28,7 +28,7 @@ class Lifetime:
     death: int | None
 
     def inactive_us(self, starts_us: NDArray[np.float64]) -> float:
-        """How long the storage lies idle between its last forward and first backward use.
+        """How long the storage is idle between its last forward and first backward use.
 
         `starts_us` has the time at which each op starts, and the step's end after the last.
         """
@@ -42,10 +42,10 @@ class Lifetime:
 class Liveness:
     """The lifetimes of all storages of a graph, as arrays over storages.
 
-    `birth` and `death` are op indices, inclusive: a storage is there while ops birth…death run.
-    What is there before the step has birth 0, what is there after it has death n_ops - 1; see
-    `is_resident` and `is_output`. `release` is when the plain step lets go of a storage: at its
-    death, or later where a local variable or autograd still holds it.
+    `birth` and `death` are op indices, inclusive: a storage is live while ops birth…death run.
+    Resident storages have birth 0; residents and outputs have death n_ops - 1. `release` is when
+    the plain step frees a storage: at its death, or later if a local variable or autograd still
+    holds a reference.
     """
 
     graph: StepGraph
@@ -58,11 +58,14 @@ class Liveness:
     @cached_property
     def lifetimes(self) -> tuple[Lifetime, ...]:
         """The lifetime of every storage, by its index."""
-        uses = _uses_by_storage(self.graph)
-        return tuple(self._lifetime(index, uses[index]) for index in range(len(self.birth)))
+        uses: list[list[Op]] = [[] for _ in self.graph.storages]
+        for op in self.graph.ops:
+            for storage in self.graph.touched(op):
+                uses[storage].append(op)
+        return tuple(self._lifetime(index, ops) for index, ops in enumerate(uses))
 
     def _lifetime(self, storage: int, uses: list[Op]) -> Lifetime:
-        forward = [op.index for op in uses if op.phase in (Phase.FORWARD, Phase.LOSS)]
+        forward = [op.index for op in uses if op.phase.is_forward]
         backward = [op.index for op in uses if op.phase is Phase.BACKWARD]
         first_backward = next((i for i in backward if not forward or i > forward[0]), None)
         before = [i for i in forward if first_backward is None or i < first_backward]
@@ -78,27 +81,24 @@ class Liveness:
         )
 
     def peak_bytes(self) -> int:
-        """The most bytes that are there at once, each storage as long as it is needed."""
-        sizes = np.array([storage.nbytes for storage in self.graph.storages], dtype=np.int64)
-        there = self.death >= 0
-        changes = np.zeros(len(self.graph.ops) + 1, dtype=np.int64)
-        np.add.at(changes, self.birth[there], sizes[there])
-        np.subtract.at(changes, self.death[there] + 1, sizes[there])
-        return int(np.cumsum(changes).max(initial=0))
+        """The most bytes live at the same time, with every storage freed at its death."""
+        used, sizes, n_ops = self.death >= 0, self.graph.sizes_bytes, len(self.graph.ops)
+        live = live_bytes(self.birth[used], self.death[used], sizes[used], n_ops)
+        return int(live.max(initial=0))
 
     def optimizer_bytes(self) -> list[int]:
-        """The sizes of what the optimizer makes for itself, at the moment it holds the most."""
+        """The sizes of the optimizer's own temporaries, at the moment they take the most bytes."""
         ops = [op.index for op in self.graph.ops if op.phase is Phase.OPTIMIZER]
         if not ops:
             return []
-        sizes = np.array([storage.nbytes for storage in self.graph.storages], dtype=np.int64)
+        sizes = self.graph.sizes_bytes
         own = np.flatnonzero((self.birth >= ops[0]) & ~self.is_resident & (sizes > 0))
         moments = [own[(self.birth[own] <= op) & (op <= self.death[own])] for op in ops]
-        most = max(moments, key=lambda there: int(sizes[there].sum()))
+        most = max(moments, key=lambda live: int(sizes[live].sum()))
         return [int(size) for size in sizes[most]]
 
     def activations(self) -> list[Lifetime]:
-        """The lifetimes of the activations: what could be dropped and computed again."""
+        """The lifetimes of the activations, which could be dropped and recomputed."""
         return [
             lifetime
             for lifetime, storage in zip(self.lifetimes, self.graph.storages, strict=True)
@@ -106,13 +106,19 @@ class Liveness:
         ]
 
 
-def analyze(graph: StepGraph) -> Liveness:
-    """When each storage is born and dies; computed once a graph.
+def live_bytes(start: Ints, end: Ints, nbytes: Ints, n_positions: int) -> Ints:
+    """The bytes live at each position, of blocks that are live from start to end, inclusive."""
+    changes = np.bincount(start, weights=nbytes, minlength=n_positions + 1)
+    changes -= np.bincount(end + 1, weights=nbytes, minlength=n_positions + 1)
+    return np.cumsum(changes)[:n_positions].astype(np.int64)
 
-    A storage dies after the last use of any of its aliases; a weight's gradient when the optimizer
-    call that reads it has finished, since it is only then that anything lets go of it; what the
-    optimizer makes for itself, when its own code lets go of it. A gradient
-    that is there before the step is resident; one that is still there after the step is an output.
+
+def analyze(graph: StepGraph) -> Liveness:
+    """The lifetimes of all storages; computed once per graph.
+
+    A storage dies after the last use of any of its aliases. A weight's gradient dies when the
+    optimizer call that reads it has finished; the optimizer's own temporaries when its code drops
+    them. A gradient that exists before the step is resident; one that exists after it, an output.
     """
     found: Liveness | None = graph.__dict__.get("_liveness")  # as cached_property does
     if found is None:
@@ -126,11 +132,9 @@ def _analyze(graph: StepGraph) -> Liveness:
     death = np.full(n_storages, -1, dtype=np.int64)
     storage_of = [value.storage for value in graph.values]
     for op in graph.ops:
-        for value in (*op.inputs, *op.outputs, *op.mutates):
-            storage = storage_of[value]
-            if birth[storage] > op.index:
-                birth[storage] = op.index
-            death[storage] = op.index
+        touched = graph.touched(op)
+        birth[touched] = np.minimum(birth[touched], op.index)
+        death[touched] = op.index
     update_end = _update_ends(graph)
     for each in graph.storages:
         if each.role is Role.GRAD and death[each.index] >= 0:
@@ -143,17 +147,16 @@ def _analyze(graph: StepGraph) -> Liveness:
     death[is_resident | is_output] = n_ops - 1
     held = np.array([storage.held_until for storage in graph.storages], dtype=np.int64)
     in_update = np.array([op.phase is Phase.OPTIMIZER for op in graph.ops] + [False], dtype=bool)
-    own = in_update[birth] & (death >= 0)  # the optimizer's own: it is the user's, however we run
+    own = in_update[birth] & (death >= 0)  # the user's optimizer runs as it is under every plan
     death[own] = np.maximum(death, held)[own]
     release = np.where(death >= 0, np.maximum(death, held), -1)
     return Liveness(graph, birth, death, release, is_resident, is_output)
 
 
 def _update_ends(graph: StepGraph) -> list[int]:
-    """For each op, where the update ends to which a gradient goes that it uses last.
+    """For each op that is the last to use a gradient: the op after which the gradient is freed.
 
-    That is the run of optimizer ops it belongs to; the step's last one for a gradient that no
-    optimizer reads.
+    For an optimizer op, the last of its run of optimizer ops; otherwise the step's last one.
     """
     is_update = [op.phase is Phase.OPTIMIZER for op in graph.ops]
     last = max((index for index, each in enumerate(is_update) if each), default=-1)
@@ -163,12 +166,3 @@ def _update_ends(graph: StepGraph) -> list[int]:
             follows = index + 1 < len(is_update) and is_update[index + 1]
             ends[index] = ends[index + 1] if follows else index
     return ends
-
-
-def _uses_by_storage(graph: StepGraph) -> list[list[Op]]:
-    uses: list[list[Op]] = [[] for _ in graph.storages]
-    for op in graph.ops:
-        touched = {graph.values[v].storage for v in (*op.inputs, *op.outputs, *op.mutates)}
-        for index in touched:
-            uses[index].append(op)
-    return uses

@@ -1,4 +1,4 @@
-"""What an operator is called, and how many bytes a tensor has."""
+"""Operator names and tensor sizes."""
 
 from __future__ import annotations
 

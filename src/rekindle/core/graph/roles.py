@@ -1,12 +1,10 @@
-"""Gives every storage its role, from who makes it and who reads it."""
+"""The role of every storage, from the ops that make and read it."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
 from rekindle.core.graph.graph import Op, Phase, Role, Value
-
-_FORWARD = (Phase.FORWARD, Phase.LOSS)
 
 
 def assign_roles(
@@ -20,8 +18,8 @@ def assign_roles(
 ) -> list[Role]:
     """The role of each storage; `known`, `grads` and `outputs` are storages the capture can name.
 
-    An *activation* is made in the forward pass and read in the backward pass: it is what Rekindle
-    may drop. What the backward pass makes is a weight's gradient, or a gradient on its way to one.
+    An *activation* is made in the forward pass and read in the backward pass: Rekindle may drop it.
+    The backward pass makes weight gradients and the activation gradients that lead to them.
     """
     made_in: dict[int, Phase] = {}
     read_in_backward: set[int] = set()
@@ -39,7 +37,7 @@ def assign_roles(
         if storage in outputs:
             return Role.OUTPUT
         phase = made_in.get(storage)
-        if phase in _FORWARD and storage in read_in_backward:
+        if phase and phase.is_forward and storage in read_in_backward:
             return Role.ACTIVATION
         return Role.GRAD_MAP if phase is Phase.BACKWARD else Role.TEMP
 

@@ -1,23 +1,27 @@
 """A step as a sequence of instructions, and the checker that proves it computes the same numbers.
 
 A schedule, not a keep-or-recompute set, is the contract between planners, simulator, rewriter and
-report: whatever is computed twice, or freed and made again, is simply written down.
+report: every recomputation and every free is written down.
 
-Copy 0 of an op is the captured one; a recomputation has a copy number of its own. `Compute(op, k)`
-makes copy k of the storages the op makes; an in-place op changes the copy of its own number. An
-input is read from the newest living copy of its storage that holds the version the captured op
-read. A view belongs to the copy of the storage it looks at; that of copy k may be taken at any
-version, since a view sees what is changed in place later.
+Copy 0 of an op is the captured one; a recomputation has its own copy number. `Compute(op, k)` makes
+copy k of the op's new storages; an in-place op mutates the copy of its own number. An input is read
+from the newest live copy of its storage that holds the version the captured op read. A view belongs
+to one copy of its storage; the view of copy k > 0 may be taken at any version, since it also sees
+later in-place changes.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from rekindle.core.graph.dataflow import Dataflow, dataflow
 from rekindle.core.graph.graph import Op, StepGraph
+from rekindle.core.graph.liveness import analyze
 from rekindle.core.notebook import html_table, one_line
 from rekindle.errors import InvalidSchedule, PlanError
 from rekindle.units import format_bytes, format_us
@@ -25,7 +29,7 @@ from rekindle.units import format_bytes, format_us
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Run an op: the captured one (copy 0), or a copy that computes its results again."""
+    """Run an op: the captured one (copy 0), or a recomputation."""
 
     op: int
     copy: int = 0
@@ -33,7 +37,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Let go of one copy of a storage."""
+    """Free one copy of a storage."""
 
     storage: int
     copy: int = 0
@@ -45,10 +49,10 @@ Schedule = tuple[Instruction, ...]
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What becomes of one activation, and why.
+    """The decision to keep or drop one activation, with its reason.
 
-    Of a dropped one, `freed_bytes` is what its absence frees across its gap, and `added_us` the
-    time spent on computing it again; both are 0 for one that is kept.
+    For a dropped one, `freed_bytes` is its size, and `added_us` the time spent recomputing it; both
+    are 0 for one that is kept.
     """
 
     storage: int
@@ -60,10 +64,10 @@ class Decision:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a step is to run: the schedule, what it costs, and a decision for every activation.
+    """How a step is to run: the schedule, its cost, and a decision for every activation.
 
     `bound_us` is a proven lower bound on the time that any plan of this kind must add to stay
-    within the budget; None where the planner gives none. A plan belongs to the graph whose
+    within the budget; None if the planner gives none. A plan belongs to the graph whose
     fingerprint it carries.
     """
 
@@ -77,11 +81,11 @@ class Plan:
     bound_us: float | None = None
 
     def check(self, graph: StepGraph) -> None:
-        """Raise unless this plan is of that graph and its schedule is valid."""
+        """Raise unless this plan is for that graph and its schedule is valid."""
         if self.fingerprint != graph.fingerprint:
             raise PlanError(
-                f"this plan is of another step (graph {self.fingerprint}) than the one given "
-                f"({graph.fingerprint}): plan it anew with rekindle.plan(graph, profile, budget=…)."
+                f"this plan is for another step (graph {self.fingerprint}) than the one given "
+                f"({graph.fingerprint}): plan again with rekindle.plan(graph, profile, budget=…)."
             )
         check(graph, self.schedule)
 
@@ -102,9 +106,35 @@ class Plan:
     _repr_html_ = html_table
 
 
+def schedule_of(graph: StepGraph, plan: Plan | None) -> Iterator[Instruction]:
+    """The plan's schedule; without a plan, the captured order with storages freed when dead.
+
+    Reference counting: each storage counts its remaining uses and is freed at zero. A gradient has
+    one use more, at the end of the optimizer call that reads it.
+    """
+    if plan is not None:
+        yield from plan.schedule
+        return
+    liveness = analyze(graph)
+    stays = liveness.is_resident | liveness.is_output
+    uses = [graph.touched(op) for op in graph.ops]
+    last_touch = np.full(len(stays), -1, dtype=np.int64)
+    for index, storages in enumerate(uses):
+        last_touch[storages] = index
+    for late in np.flatnonzero(liveness.death > last_touch):
+        uses[liveness.death[late]].append(int(late))
+    remaining = Counter(storage for storages in uses for storage in storages)
+    for op, storages in zip(graph.ops, uses, strict=True):
+        yield Compute(op.index)
+        for storage in storages:
+            remaining[storage] -= 1
+            if remaining[storage] == 0 and not stays[storage]:
+                yield Free(storage)
+
+
 @dataclass(slots=True)
 class LivingCopy:
-    """One living copy of a storage: the version it holds, and the tensors that look at it."""
+    """One live copy of a storage: the version it holds, and the tensors that view it."""
 
     number: int
     version: int
@@ -112,7 +142,7 @@ class LivingCopy:
 
 
 class ResolvedCompute(NamedTuple):
-    """A Compute with its copies found: for each value it touches, the copy of its storage."""
+    """A Compute with its copies resolved: for each value it touches, the copy of its storage."""
 
     op: int
     copy: int
@@ -122,15 +152,15 @@ class ResolvedCompute(NamedTuple):
 def check(graph: StepGraph, schedule: Iterable[Instruction]) -> None:
     """Raise InvalidSchedule unless a schedule computes exactly what the captured step computes.
 
-    Every op runs once as captured, and reads what it read then; random ops keep their order; only
-    what may be recomputed is; state changes once; everything is freed once, but for the outputs.
+    Every captured op runs once and reads the same versions; random ops keep their order; only ops
+    that may be recomputed are; state changes once; everything but the outputs is freed once.
     """
     for _ in resolve(graph, schedule):
         pass
 
 
 def resolve(graph: StepGraph, schedule: Iterable[Instruction]) -> Iterator[ResolvedCompute | Free]:
-    """The same instructions, each with the copies it reads and makes; checked on the way."""
+    """The same instructions, each with the copies it reads and makes; checked in passing."""
     checker = _Checker(graph)
     for instruction in schedule:
         if isinstance(instruction, Compute):
@@ -145,6 +175,7 @@ class _Checker:
     def __init__(self, graph: StepGraph) -> None:
         self.graph = graph
         self.flow: Dataflow = dataflow(graph)
+        self._name = graph.storage_name
         self.entered = {value.storage for value in graph.values if value.producer is None}
         self.living: dict[int, list[LivingCopy]] = {s: [LivingCopy(0, 0)] for s in self.entered}
         for value in graph.values:
@@ -185,7 +216,7 @@ class _Checker:
         for storage in makes:
             copies = self.living.setdefault(storage, [])
             if any(found.number == copy for found in copies):
-                raise InvalidSchedule(op.name, f"makes {self._named(storage, copy)} a second time")
+                raise InvalidSchedule(op.name, f"makes {self._name(storage, copy)} a second time")
             copies.append(LivingCopy(copy, 1))
             seen[storage] = copies[-1]
         for value in op.outputs if not (copy and op.copy_target) else op.outputs[:1]:
@@ -198,12 +229,12 @@ class _Checker:
 
     def free(self, storage: int, copy: int) -> None:
         if storage in self.entered:
-            name = self._named(storage, copy)
-            raise InvalidSchedule(name, "is freed, but was there before the step")
+            name = self._name(storage, copy)
+            raise InvalidSchedule(name, "is freed, but existed before the step")
         copies = self.living.get(storage, [])
         found = next((c for c in copies if c.number == copy), None)
         if found is None:
-            raise InvalidSchedule(self._named(storage, copy), "is freed, but is not there")
+            raise InvalidSchedule(self._name(storage, copy), "is freed, but is not live")
         copies.remove(found)
 
     def finish(self) -> None:
@@ -217,29 +248,24 @@ class _Checker:
             copies = self.living.get(storage, [])
             if not any(c.version == last and value in c.values for c in copies):
                 raise InvalidSchedule(
-                    self.graph.values[value].name, "is an output, and is not there at the end"
+                    self.graph.values[value].name, "is an output, but is not live at the end"
                 )
         for storage, copies in self.living.items():
             extra = [c for c in copies if storage not in outputs or c.number]
             if storage not in self.entered and extra:
-                raise InvalidSchedule(self._named(storage, extra[0].number), "is never freed")
+                raise InvalidSchedule(self._name(storage, extra[0].number), "is never freed")
 
     def _find(self, op: Op, value: int, version: int | None, own: int | None) -> LivingCopy:
-        """The newest living copy that holds what an op reads; at any version where that is None."""
+        """The newest live copy that holds what an op reads; of any version if that is None."""
         storage = self.graph.values[value].storage
         for found in reversed(self.living.get(storage, [])):
             fits = own is None or found.number == own
             fits = fits and version in (None, found.version)
             if fits and value in found.values:
                 return found
-        raise InvalidSchedule(op.name, f"reads {self.graph.values[value].name}, which is not there")
+        raise InvalidSchedule(op.name, f"reads {self.graph.values[value].name}, which is not live")
 
     def _op(self, index: int) -> Op:
         if not 0 <= index < len(self.graph.ops):
             raise InvalidSchedule(f"op {index}", f"does not exist: there are {len(self.graph.ops)}")
         return self.graph.ops[index]
-
-    def _named(self, storage: int, copy: int) -> str:
-        names = (value.name for value in self.graph.values if value.storage == storage)
-        name = next(names, f"storage {storage}")
-        return f"{name} (copy {copy})" if copy else name

@@ -1,8 +1,8 @@
-"""Graphs, profiles and plans as JSON, both ways; never pickle.
+"""Graphs, profiles and plans to and from JSON.
 
-A saved profile is one gzip-compressed JSON file that holds graph and profile together, so that what
-was measured on a GPU can be studied and planned anywhere. A saved plan holds no graph: it names the
-fingerprint of the one it is of.
+A saved profile is one gzip-compressed JSON file with graph and profile together, so that a step
+measured on a GPU can be planned anywhere. A saved plan holds its graph's fingerprint, not the
+graph.
 """
 
 from __future__ import annotations
@@ -10,38 +10,48 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rekindle.core.cost.profile import OpCost, Profile
 from rekindle.core.graph.graph import Op, Phase, Role, Source, StepGraph, Storage, Value
 from rekindle.core.graph.schedule import Compute, Decision, Free, Instruction, Plan, Schedule
-from rekindle.errors import PlanError, ProfileError
+from rekindle.errors import PlanError, ProfileError, RekindleError
 
 SCHEMA = 1
 SAVED_SUFFIX = ".json.gz"
-_GZIP = b"\x1f\x8b"  # how a compressed file starts
+_GZIP_MAGIC = b"\x1f\x8b"
 
 
 class SavedProfile(NamedTuple):
-    """What a saved profile holds: graph, profile, and what they are of."""
+    """The content of a saved profile."""
 
     graph: StepGraph
     profile: Profile
-    about: dict[str, Any]  # model, batch, precision, and whatever else the maker wrote down
+    about: dict[str, Any]  # model, batch, precision, …
 
 
 def graph_to_json(graph: StepGraph) -> dict[str, Any]:
-    """A graph as plain lists; strings that repeat are written once and referred to by number."""
-    sources = _Table()
-    targets = _Table()
+    """A graph as plain lists; targets and sources are written once and referred to by number."""
+    sources: dict[tuple[str, str, int], int] = {}
+    targets: dict[str, int] = {}
+
+    def source_number(source: Source) -> int:
+        row = (source.module, _portable(source.filename), source.lineno)
+        return sources.setdefault(row, len(sources))
+
+    def target_number(target: str) -> int:
+        return targets.setdefault(target, len(targets))
+
     return {
         "storages": [[s.nbytes, s.role.name, s.device, s.held_until] for s in graph.storages],
         "values": [[v.name, v.storage, list(v.shape), v.dtype, v.producer] for v in graph.values],
         "ops": [
             [
                 op.name,
-                targets.number(op.target),
+                target_number(op.target),
                 op.phase.name,
                 list(op.inputs),
                 list(op.outputs),
@@ -49,14 +59,14 @@ def graph_to_json(graph: StepGraph) -> dict[str, Any]:
                 int(op.is_random),
                 int(op.is_view),
                 op.flops,
-                sources.number((op.source.module, _portable(op.source.filename), op.source.lineno)),
-                *_rest(targets.number(op.copy_target) if op.copy_target else None, op),
+                source_number(op.source),
+                *_rest(target_number(op.copy_target) if op.copy_target else None, op),
             ]
             for op in graph.ops
         ],
         "outputs": list(graph.outputs),
-        "targets": targets.rows,
-        "sources": [list(source) for source in sources.rows],
+        "targets": list(targets),
+        "sources": [list(source) for source in sources],
     }
 
 
@@ -65,37 +75,7 @@ def graph_from_json(data: dict[str, Any]) -> StepGraph:
     sources = [Source(*source) for source in data["sources"]]
     targets = data["targets"]
     return StepGraph(
-        ops=tuple(
-            Op(
-                index=index,
-                name=name,
-                target=targets[target],
-                phase=Phase[phase],
-                inputs=tuple(inputs),
-                outputs=tuple(outputs),
-                mutates=tuple(mutates),
-                is_random=bool(is_random),
-                is_view=bool(is_view),
-                flops=flops,
-                source=sources[source],
-                copy_target=targets[rest[0]] if rest and rest[0] is not None else "",
-                may_overwrite=tuple(rest[1]) if len(rest) > 1 else (),
-                members=tuple(rest[2]) if len(rest) > 2 else (),
-            )
-            for index, (
-                name,
-                target,
-                phase,
-                inputs,
-                outputs,
-                mutates,
-                is_random,
-                is_view,
-                flops,
-                source,
-                *rest,
-            ) in enumerate(data["ops"])
-        ),
+        ops=tuple(_op(index, row, targets, sources) for index, row in enumerate(data["ops"])),
         values=tuple(
             Value(index, name, storage, tuple(shape), dtype, producer)
             for index, (name, storage, shape, dtype, producer) in enumerate(data["values"])
@@ -105,6 +85,26 @@ def graph_from_json(data: dict[str, Any]) -> StepGraph:
             for index, (nbytes, role, device, held_until) in enumerate(data["storages"])
         ),
         outputs=tuple(data["outputs"]),
+    )
+
+
+def _op(index: int, row: list[Any], targets: list[str], sources: list[Source]) -> Op:
+    name, target, phase, inputs, outputs, mutates, is_random, is_view, flops, source, *rest = row
+    return Op(
+        index=index,
+        name=name,
+        target=targets[target],
+        phase=Phase[phase],
+        inputs=tuple(inputs),
+        outputs=tuple(outputs),
+        mutates=tuple(mutates),
+        is_random=bool(is_random),
+        is_view=bool(is_view),
+        flops=flops,
+        source=sources[source],
+        copy_target=targets[rest[0]] if rest and rest[0] is not None else "",
+        may_overwrite=tuple(rest[1]) if len(rest) > 1 else (),
+        members=tuple(rest[2]) if len(rest) > 2 else (),
     )
 
 
@@ -155,31 +155,19 @@ def save_profile(path: Path, graph: StepGraph, profile: Profile, about: dict[str
 
 
 def load_profile(path: Path) -> SavedProfile:
-    """Read what `save_profile` wrote; a file that is damaged or of another kind is refused."""
-    try:
-        with gzip.open(path, "rt", encoding="utf-8") as file:
-            data = json.load(file)
-        if data["schema"] != SCHEMA:
-            raise ProfileError(
-                f"{path} has schema {data['schema']}, and this version reads {SCHEMA}: "
-                "save the profile anew with rekindle profile MODEL --save FILE."
-            )
+    """Read what `save_profile` wrote; a damaged or unrelated file raises ProfileError."""
+    how = "rekindle profile MODEL --save FILE"
+    with _reading(path, "profile", ProfileError, how):
+        data = _read(path, "profile", ProfileError, how)
         graph = graph_from_json(data["graph"])
         profile = profile_from_json(data["profile"])
         if profile.fingerprint != graph.fingerprint or len(profile.costs) != len(graph.ops):
-            raise ValueError("its profile is of another graph")
+            raise ValueError("its profile is for another graph")
         return SavedProfile(graph, profile, data["about"])
-    except FileNotFoundError:
-        raise ProfileError(f"there is no file {path}") from None
-    except (OSError, EOFError, ValueError, KeyError, TypeError, IndexError, zlib.error) as error:
-        raise ProfileError(
-            f"{path} is no saved profile, or is damaged ({error}): "
-            "save it anew with rekindle profile MODEL --save FILE."
-        ) from error
 
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
-    """A plan as plain lists; two numbers an instruction, as `_numbers` writes them."""
+    """A plan as plain lists; two numbers per instruction, as `_numbers` writes them."""
     return {
         "planner": plan.planner,
         "fingerprint": plan.fingerprint,
@@ -220,30 +208,40 @@ def save_plan(path: str | Path, plan: Plan) -> None:
 
 
 def load_plan(path: str | Path) -> Plan:
-    """Read what `save_plan` wrote; `Plan.check(graph)` then says whether it is of that graph."""
-    path = Path(path)
+    """Read what `save_plan` wrote; `Plan.check(graph)` raises if it is for another graph."""
+    path, how = Path(path), "rekindle plan MODEL --budget B --save FILE"
+    with _reading(path, "plan", PlanError, how):
+        return plan_from_json(_read(path, "plan", PlanError, how)["plan"])
+
+
+@contextmanager
+def _reading(path: Path, what: str, error: type[RekindleError], how: str) -> Iterator[None]:
+    """Turn the exceptions of a missing or damaged file into an error that says how to save it."""
     try:
-        content = path.read_bytes()
-        if content.startswith(_GZIP):
-            content = gzip.decompress(content)
-        data = json.loads(content.decode())
-        if data["schema"] != SCHEMA:
-            raise PlanError(
-                f"{path} has schema {data['schema']}, and this version reads {SCHEMA}: "
-                "save the plan anew with rekindle plan MODEL --budget B --save FILE."
-            )
-        return plan_from_json(data["plan"])
+        yield
     except FileNotFoundError:
-        raise PlanError(f"there is no file {path}") from None
-    except (OSError, EOFError, ValueError, KeyError, TypeError, IndexError, zlib.error) as error:
-        raise PlanError(
-            f"{path} is no saved plan, or is damaged ({error}): "
-            "save it anew with rekindle plan MODEL --budget B --save FILE."
-        ) from error
+        raise error(f"there is no file {path}") from None
+    except (OSError, EOFError, ValueError, KeyError, TypeError, IndexError, zlib.error) as cause:
+        raise error(
+            f"{path} is not a saved {what}, or is damaged ({cause}): save it again with {how}."
+        ) from cause
+
+
+def _read(path: Path, what: str, error: type[RekindleError], how: str) -> dict[str, Any]:
+    content = path.read_bytes()
+    if content.startswith(_GZIP_MAGIC):
+        content = gzip.decompress(content)
+    data: dict[str, Any] = json.loads(content.decode())
+    if data["schema"] != SCHEMA:
+        raise error(
+            f"{path} has schema {data['schema']}, and this version reads {SCHEMA}: "
+            f"save the {what} again with {how}."
+        )
+    return data
 
 
 def _rest(copy_target: int | None, op: Op) -> list[Any]:
-    """What most ops do not have, at the end of their rows."""
+    """The fields that most ops lack, at the end of their rows."""
     rest = [copy_target, list(op.may_overwrite), list(op.members)]
     while rest and not (rest[-1] or rest[-1] == 0):
         rest.pop()
@@ -251,7 +249,7 @@ def _rest(copy_target: int | None, op: Op) -> list[Any]:
 
 
 def _numbers(schedule: Schedule) -> list[int]:
-    """Two numbers an instruction: the op, or -1 - storage for what is freed; and the copy."""
+    """Two numbers per instruction: the op, or -1 - storage for a free; and the copy."""
     numbers: list[int] = []
     for each in schedule:
         numbers += (each.op if isinstance(each, Compute) else -1 - each.storage, each.copy)
@@ -260,7 +258,7 @@ def _numbers(schedule: Schedule) -> list[int]:
 
 def _instructions(numbers: list[int]) -> Schedule:
     if any(type(number) is not int for number in numbers):
-        raise ValueError("its schedule holds something that is no whole number")
+        raise ValueError("its schedule holds something that is not an integer")
     pairs = zip(numbers[::2], numbers[1::2], strict=True)
     made: list[Instruction] = [
         Compute(what, copy) if what >= 0 else Free(-1 - what, copy) for what, copy in pairs
@@ -270,34 +268,20 @@ def _instructions(numbers: list[int]) -> Schedule:
 
 def _write(path: Path, data: dict[str, Any], *, is_compressed: bool) -> None:
     text = json.dumps(data, separators=(",", ":")).encode()
-    # written aside first, so that an interrupted write leaves no half file; mtime=0: same bytes
-    aside = path.with_name(path.name + ".part")
-    with aside.open("wb") as raw:
+    # A temporary file first, so that an interrupted write leaves no half file; mtime=0: same bytes.
+    temporary = path.with_name(path.name + ".part")
+    with temporary.open("wb") as raw:
         if is_compressed:
             with gzip.GzipFile("", "wb", mtime=0, fileobj=raw) as file:
                 file.write(text)
         else:
             raw.write(text)
-    aside.replace(path)
+    temporary.replace(path)
 
 
 def _portable(filename: str) -> str:
-    """A source file's name without the part that only this machine knows."""
+    """A source file's name without the part that is particular to this machine."""
     library = filename.rpartition("site-packages/")[2]
     parts = Path(filename).parts
     own = "/".join(part for part in parts[-2:] if part != Path(filename).anchor)
     return library if library != filename else own
-
-
-class _Table:
-    """Numbers for things that come again and again."""
-
-    def __init__(self) -> None:
-        self.rows: list[Any] = []
-        self._numbers: dict[Any, int] = {}
-
-    def number(self, row: Any) -> int:
-        if row not in self._numbers:
-            self._numbers[row] = len(self.rows)
-            self.rows.append(row)
-        return self._numbers[row]

@@ -1,4 +1,4 @@
-"""Replays a step on paper: how many bytes are alive at every moment, and what they are."""
+"""Simulates a step: the bytes that are live at every moment, by role, and the time it takes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rekindle.core.cost.allocator import allocated_bytes
 from rekindle.core.cost.profile import Profile
 from rekindle.core.graph.dataflow import dataflow
 from rekindle.core.graph.graph import Role, StepGraph
-from rekindle.core.graph.liveness import Liveness, analyze
+from rekindle.core.graph.liveness import Ints, Liveness, analyze
 from rekindle.core.graph.schedule import Compute, Plan
 from rekindle.core.notebook import html_table, one_line
 from rekindle.errors import InvalidSchedule
@@ -19,12 +19,10 @@ from rekindle.units import format_bytes, format_us
 
 ROLES = tuple(Role)
 
-Ints = NDArray[np.int64]
-
 
 @dataclass(frozen=True, slots=True)
 class Lives:
-    """Every copy of every storage that a step holds: which it is, and from where to where.
+    """The lifetime of every copy of every storage, as arrays over copies.
 
     `start` and `end` are positions, inclusive. A plain step has one copy of each storage.
     """
@@ -38,11 +36,11 @@ class Lives:
 class Trace:
     """Bytes and microseconds at every position of a step.
 
-    A position is one op that runs: its outputs exist, its inputs still do. `ops` and `copies` say
-    which: the captured op (copy 0), or a copy that computes its results again; in a plain step,
-    position i is op i. `live_bytes[i]` is what is allocated there, workspace included; `by_role`
-    splits it, one row a role in the order of `ROLES`, workspace counted as temporary. `starts_us`
-    is when each position starts, and the step's end after the last.
+    A position is one op that runs, while its inputs and outputs exist. `ops` and `copies` say
+    which: the captured op (copy 0) or a recomputation; in a plain step, position i is op i.
+    `live_bytes[i]` is what is allocated there, workspace included; `by_role` splits it, one row per
+    role in the order of `ROLES`, workspace counted as temporary. `starts_us` is when each position
+    starts, and the step's end after the last.
     """
 
     graph: StepGraph
@@ -69,7 +67,7 @@ class Trace:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes allocated at any moment, everything counted."""
+        """The most bytes allocated at any moment."""
         return int(self.live_bytes.max(initial=0))
 
     @property
@@ -78,15 +76,15 @@ class Trace:
         return float(self.starts_us[-1])
 
     def peak_by_role(self) -> dict[Role, int]:
-        """What the peak is made of."""
+        """The bytes of the peak by role."""
         column = self.by_role[:, self.peak_position]
         return {role: int(count) for role, count in zip(ROLES, column, strict=True)}
 
     def alive_at(self, position: int) -> list[int]:
-        """The storages that are there while an op runs, largest first; one entry a copy."""
+        """The storages that are live while an op runs, largest first; one entry per copy."""
         lives = self.lives
-        there = (lives.start <= position) & (position <= lives.end)
-        indices = np.sort(lives.storage[there & (self.sizes_bytes[lives.storage] > 0)])
+        is_live = (lives.start <= position) & (position <= lives.end)
+        indices = np.sort(lives.storage[is_live & (self.sizes_bytes[lives.storage] > 0)])
         return [int(i) for i in indices[np.argsort(-self.sizes_bytes[indices], kind="stable")]]
 
     def _facts(self) -> dict[str, object]:
@@ -107,8 +105,7 @@ def simulate(graph: StepGraph, profile: Profile, plan: Plan | None = None) -> Tr
 
     A storage's bytes are rounded up as the allocator does; an op's outputs exist before its inputs
     are freed; its workspace exists while it runs. Without a plan this is the plain step, which may
-    hold a storage beyond its last use; with one, its schedule is followed to the letter, and every
-    copy of a storage counts for itself.
+    hold a storage beyond its last use; with one, its schedule is followed exactly.
     """
     profile.check(graph)
     liveness = analyze(graph)
@@ -139,9 +136,9 @@ def simulate(graph: StepGraph, profile: Profile, plan: Plan | None = None) -> Tr
 
 
 def _replay(graph: StepGraph, plan: Plan, liveness: Liveness) -> tuple[Ints, Ints, Lives]:
-    """What runs at each position of a plan's schedule, and the lives of what it makes and frees."""
+    """The op and copy at each position of a plan's schedule, and the lifetimes of all copies."""
     if plan.fingerprint != graph.fingerprint:
-        plan.check(graph)  # which says so
+        plan.check(graph)  # raises
     flow, n_ops = dataflow(graph), len(graph.ops)
     ops: list[int] = []
     copies: list[int] = []
@@ -166,7 +163,7 @@ def _replay(graph: StepGraph, plan: Plan, liveness: Liveness) -> tuple[Ints, Int
             found = living.pop((instruction.storage, copy), None)
             if found is None:
                 name = f"storage {instruction.storage} (copy {copy})"
-                raise InvalidSchedule(name, "is freed, but is not there")
+                raise InvalidSchedule(name, "is freed, but is not live")
             ends[found] = len(ops) - 1
     end = np.array(ends, dtype=np.int64)
     lives = Lives(
@@ -178,7 +175,7 @@ def _replay(graph: StepGraph, plan: Plan, liveness: Liveness) -> tuple[Ints, Int
 
 
 def _by_role(graph: StepGraph, lives: Lives, sizes: Ints, n_positions: int) -> Ints:
-    """The bytes alive at each position, one row a role."""
+    """The live bytes at each position, one row per role."""
     row_of = {role: row for row, role in enumerate(ROLES)}
     rows = np.array([row_of[storage.role] for storage in graph.storages], dtype=np.int64)
     changes = np.zeros((len(ROLES), n_positions + 1), dtype=np.int64)
@@ -189,12 +186,12 @@ def _by_role(graph: StepGraph, lives: Lives, sizes: Ints, n_positions: int) -> I
 
 
 def device_sizes(graph: StepGraph, allocator: str) -> Ints:
-    """Each storage's bytes on the main device, as its allocator counts; 0 for what is elsewhere.
+    """Each storage's bytes on the main device, as its allocator counts; 0 on other devices.
 
-    An arena holds what the step makes; what is there before it lies where CUDA's allocator put it.
+    An arena holds what the step makes; resident storages come from CUDA's caching allocator.
     """
     device = main_device(graph)
-    sizes = np.array([storage.nbytes for storage in graph.storages], dtype=np.int64)
+    sizes = graph.sizes_bytes
     elsewhere = np.array([storage.device != device for storage in graph.storages], dtype=bool)
     counted = allocated_bytes(sizes, allocator)
     if allocator == "arena":

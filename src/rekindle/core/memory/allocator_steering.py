@@ -1,65 +1,76 @@
-"""Steers CUDA's caching allocator, so that what a step makes lies where it was planned to lie.
+"""Steers CUDA's caching allocator, so that a step's storages get their planned addresses.
 
-The allocator cannot be told an address. But it is predictable: of the holes that a request fits
-into it takes the smallest, and of several the lowest, from the low end on; the rest is split off if
-it is larger than a mebibyte, and handed out too if not; what is freed becomes one hole with the
-holes beside it. (Requests of up to a mebibyte are served elsewhere, and are of no concern here.)
+The allocator does not take addresses, but it is predictable. It is a best-fit allocator: a request
+takes the smallest free block (**hole**) that it fits into, the lowest of several, from its low end;
+the remainder is split off if it is larger than 1 MiB, and is handed out too if not; a freed block
+merges with adjacent holes. (Requests of up to 1 MiB come from other segments.)
 
-So all free memory is held by **plugs**, blocks that nobody uses. Before an op runs, holes are
-opened that have the very sizes of what it is going to ask for, each at its planned address, and one
-more, the largest plug there is, for what nobody has foreseen. Addresses are wishes: where memory is
-not free as planned, the hole that fits best is opened, and what has gone elsewhere is booked there.
+So all free memory is filled with **plugs**, unused blocks. Before an op runs, holes of exactly the
+sizes of its requests are opened at their planned addresses, and one more, the largest plug, for
+unforeseen requests. If a planned address is not free, the best-fitting hole is opened instead, and
+the actual addresses are recorded.
+
+`plan_arena` runs the step against a model of the allocator, so that the size of the arena is known
+before anything runs.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
+from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import count, pairwise
 from operator import itemgetter
 from types import MappingProxyType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle.core.memory.packing import Ints, least_bytes
+from rekindle.core.graph.liveness import Ints
+from rekindle.core.memory.packing import least_bytes, pack
 
 Span = tuple[int, int]
 
 ROUND_BYTES = 512  # sizes are multiples of this
-REST_BYTES = 1 << 20  # no larger request, and no larger rest, is one of the arena's
+REST_BYTES = 1 << 20  # requests and remainders up to this size are not the arena's
 
 APART_BYTES = REST_BYTES + ROUND_BYTES  # the smallest plug
+PAGE_BYTES = 2 << 20  # an arena is a multiple of this
+
+# An arena this close to the least bytes possible is accepted without trying others: by ratio, or,
+# for a small arena, by the second ratio up to so many bytes.
+_CLOSE_TO_BOUND_RATIO = 1.01
+_CLOSE_TO_BOUND_RATIO_SMALL = 1.02
+_CLOSE_TO_BOUND_BYTES_SMALL = 16 << 20
+_SHORT_LIFETIME_DIVISOR = 50  # a piece is short-lived if it lives for 1/50 of the positions
 
 
 class Allocator(Protocol):
-    """What plugs are taken from."""
+    """The allocator that serves plugs."""
 
     def allocate(self, nbytes: int) -> int | None:
         """The address of so many bytes; None if there is no room."""
 
     def free(self, address: int) -> None:
-        """Give them back."""
+        """Free the block at an address."""
 
 
 class Mismatch(Exception):
-    """The allocator has not done what it was expected to do."""
+    """The allocator did not do what the model predicts."""
 
 
 class Arena:
-    """A pool of memory as the allocator deals it out: the model, and the book.
+    """A model of the allocator's pool.
 
-    `taken` has the bytes of each block that is handed out, by its address; `holes` those of each
-    hole; `segments` those of each
-    segment. A pool has one segment or several, which never form a common hole.
+    `taken`, `holes` and `segments` have the bytes of each allocated block, free block and segment,
+    by address. A hole never spans two segments.
     """
 
     def __init__(
         self, segments: Mapping[int, int], taken: Mapping[int, int] = MappingProxyType({})
     ) -> None:
-        """`segments` has the bytes of each by its address."""
         self.taken = dict(taken)
         self.taken_bytes = sum(taken.values())
         self.holes: dict[int, int] = {}
@@ -75,7 +86,7 @@ class Arena:
                 top = address + size
 
     def allocate(self, nbytes: int) -> int | None:
-        """Serve a request; returns the address, or None if there is no room."""
+        """The address at which a request is served; None if there is no room."""
         size = rounded(nbytes)
         index = bisect_left(self._sizes, (size, -1))
         if index == len(self._sizes):
@@ -85,7 +96,7 @@ class Arena:
         return address
 
     def place(self, address: int, nbytes: int) -> bool:
-        """Book a block that was handed out at this address; False if there was no hole."""
+        """Record a block allocated at this address; False if there was no hole."""
         size = rounded(nbytes)
         for hole, hole_bytes in self.holes.items():
             if hole <= address and address + size <= hole + hole_bytes:
@@ -94,11 +105,11 @@ class Arena:
         return False
 
     def has(self, address: int) -> bool:
-        """Whether an address lies in here."""
+        """True if an address is in one of the segments."""
         return any(0 <= address - start < nbytes for start, nbytes in self.segments.items())
 
     def free(self, address: int) -> None:
-        """Take a block back: it becomes one hole with those beside it."""
+        """Free a block: it merges with adjacent holes."""
         size = self.taken.pop(address)
         self.taken_bytes -= size
         end = address + size
@@ -110,7 +121,7 @@ class Arena:
         self._add_hole(address, size)
 
     def _take(self, address: int, size: int, hole: int) -> None:
-        """Hand out bytes at an address inside of a hole."""
+        """Allocate bytes at an address inside a hole."""
         end = hole + self._drop_hole(hole)
         if address > hole:
             self._add_hole(hole, address - hole)
@@ -135,10 +146,10 @@ class Arena:
 
 @dataclass(frozen=True)
 class Blocks:
-    """What a step asks for, in the order in which it does: arrays over requests.
+    """The allocation requests of a step, in order: arrays over requests.
 
-    A piece is there from position `start` to `end`, inclusive. Of one position, workspaces come
-    last. What `is_steered` not is asked for inside of something that cannot be looked into.
+    A piece is live from position `start` to `end`, inclusive. Workspaces come last within a
+    position. `is_steered` is False for requests made inside a call that cannot be interrupted.
     """
 
     start: Ints
@@ -148,12 +159,12 @@ class Blocks:
 
     @property
     def least_bytes(self) -> int:
-        """The most bytes that are there at once."""
+        """The most bytes live at the same time."""
         return least_bytes(self.start, self.end, self.nbytes)
 
 
 class PlannedAddresses:
-    """Where each piece of a step should lie, in an arena that starts at some address."""
+    """The planned address of each piece, in an arena that starts at `base`."""
 
     def __init__(self, pieces: Blocks, offsets: Ints, base: int = 0) -> None:
         self._start, self._end = pieces.start, pieces.end
@@ -163,30 +174,30 @@ class PlannedAddresses:
         self.sizes: list[int] = pieces.nbytes.tolist()
 
     def later(self, piece: int) -> list[Span]:
-        """What others want that come while a piece is there: from and to, in order."""
+        """The planned spans of pieces that are allocated while a piece is live, in order."""
         meets = (self._start > self._start[piece]) & (self._start <= self._end[piece])
         spans = sorted(zip(self._low[meets].tolist(), self._high[meets].tolist(), strict=True))
         return _joined(spans)
 
 
 class Steering:
-    """Decides before each op which memory is free for it.
+    """Opens holes for each op's requests.
 
-    `book` is what is known of the arena; plugs are taken from `allocator`, which may be another
-    arena, on paper, or the real one. If it does not do as the book has it, `Mismatch` is raised.
+    `model` is the state of the arena; `allocator`, which serves the plugs, is the real allocator or
+    another model. Raises `Mismatch` if it does not do what the model predicts.
     """
 
-    def __init__(self, book: Arena, allocator: Allocator, wishes: PlannedAddresses) -> None:
-        self.book = book
+    def __init__(self, model: Arena, allocator: Allocator, planned: PlannedAddresses) -> None:
+        self.model = model
         self._allocator = allocator
-        self._wishes = wishes
+        self._planned = planned
         self._plugs: dict[int, int] = {}
         self.plugged_bytes = 0
 
     def arrange(self, pieces: Sequence[int]) -> None:
-        """Open a hole for each of the pieces that an op is going to ask for, and one to spare."""
+        """Open a hole for each piece that an op is about to request, and one to spare."""
         self._plug_holes()
-        opened: dict[int, int] = {}  # by address: the bytes that are asked for
+        opened: dict[int, int] = {}  # by address: the requested bytes
         for target, size, hole_bytes in self._targets(pieces):
             opened[self._carve(target, hole_bytes, opened)] = size
         spare = self._spare(opened)
@@ -195,37 +206,37 @@ class Steering:
         for address in opened:
             self._unplug(address)
 
-    def took(self, address: int, nbytes: int) -> None:
-        """Book what an op has made."""
-        if not self.book.place(address, nbytes):
-            raise Mismatch(f"{nbytes} bytes lie at {address}, where there was no hole")
+    def record_allocation(self, address: int, nbytes: int) -> None:
+        """Record a block that an op has allocated."""
+        if not self.model.place(address, nbytes):
+            raise Mismatch(f"{nbytes} bytes are at {address}, where there was no hole")
 
-    def gave_back(self, address: int) -> None:
-        """Book that a block is gone which an op had made."""
-        self.book.free(address)
+    def record_free(self, address: int) -> None:
+        """Record that a block was freed."""
+        self.model.free(address)
 
     def open_all(self) -> None:
-        """Let go of all plugs."""
+        """Free all plugs."""
         for address in list(self._plugs):
             self._unplug(address)
 
     def _plug_holes(self) -> None:
-        """Plug all there is. Each hole is asked for by its very size, so that it is the one."""
-        for nbytes in [size for size in self.book.holes.values() if size > REST_BYTES]:
+        """Plug all holes. A request of exactly a hole's size is served from that hole."""
+        for nbytes in [size for size in self.model.holes.values() if size > REST_BYTES]:
             self._plug(nbytes)
 
     def _targets(self, pieces: Sequence[int]) -> list[tuple[int, int, int]]:
-        """Where each piece is to lie, its bytes, and those of the hole that is opened for it."""
+        """The address of each piece, its bytes, and those of the hole to open for it."""
         gaps = self._gaps()
-        sizes = {piece: self._wishes.sizes[piece] for piece in pieces}
+        sizes = {piece: self._planned.sizes[piece] for piece in pieces}
         found: dict[int, int] = {}
-        for piece, size in sizes.items():  # those whose wish is free come first
-            wanted = self._wishes.addresses[piece]
+        for piece, size in sizes.items():  # those whose planned address is free come first
+            wanted = self._planned.addresses[piece]
             if _gap_around(gaps, wanted, size) is not None:
                 found[piece] = _take_from(gaps, wanted, size)
         others = [(size, piece) for piece, size in sizes.items() if piece not in found]
         for size, piece in sorted(others, reverse=True):
-            unwanted = _without(gaps, self._wishes.later(piece))
+            unwanted = _without(gaps, self._planned.later(piece))
             for spans in (unwanted, gaps):
                 fitting = [(high - low, low) for low, high in spans if high - low >= size]
                 if fitting:
@@ -235,24 +246,23 @@ class Steering:
         return [(*each, _hole_bytes(each, targets, gaps)) for each in targets]
 
     def _gaps(self) -> list[Span]:
-        """Where nothing lies but plugs, in order."""
-        idle = sorted([*self._plugs.items(), *self.book.holes.items()])
-        return _joined(((a, a + n) for a, n in idle), self.book.segments)
+        """The spans without allocated blocks other than plugs, in order."""
+        idle = sorted([*self._plugs.items(), *self.model.holes.items()])
+        return _joined(((a, a + n) for a, n in idle), self.model.segments)
 
     def _carve(self, address: int, size: int, kept: Iterable[int]) -> int:
-        """Have one plug at this address, of this size, in place of those that lie there.
+        """Replace the plugs at this address by one of exactly this size.
 
-        Nothing else is open meanwhile, so that requests are served here. What is left over is
-        plugged again; where that is too little for a plug, the plug beside it goes, too, unless it
-        is to be `kept`.
+        No other hole is open, so that requests are served here. The remainders are plugged again;
+        if one is too small for a plug, it is merged with the adjacent plug, unless that is `kept`.
         """
         if self._plugs.get(address) == size:
             return address
         for plug in [p for p, n in self._plugs.items() if p < address + size and address < p + n]:
             self._unplug(plug)
         low, end = self._hole_around(address, size)
-        while beside := self._plugs_beside(low, end, address, size).difference(kept):
-            for plug in beside:
+        while adjacent := self._adjacent_plugs(low, end, address, size).difference(kept):
+            for plug in adjacent:
                 self._unplug(plug)
             low, end = self._hole_around(address, size)
         if address - low > REST_BYTES:
@@ -265,25 +275,25 @@ class Steering:
         return address
 
     def _hole_around(self, address: int, size: int) -> tuple[int, int]:
-        for hole, nbytes in self.book.holes.items():
+        for hole, nbytes in self.model.holes.items():
             if hole <= address and address + size <= hole + nbytes:
                 return hole, hole + nbytes
         raise Mismatch(f"there is no hole of {size} bytes at {address}")
 
-    def _plugs_beside(self, low: int, end: int, address: int, size: int) -> set[int]:
-        """The plugs next to a hole on whose side too little is left for a plug of its own."""
-        beside: set[int] = set()
-        edges = self.book.segments
+    def _adjacent_plugs(self, low: int, end: int, address: int, size: int) -> set[int]:
+        """The plugs adjacent to a hole where the remainder is too small for a plug of its own."""
+        adjacent: set[int] = set()
+        edges = self.model.segments
         if 0 < address - low <= REST_BYTES and low not in edges:
-            beside.update(plug for plug, nbytes in self._plugs.items() if plug + nbytes == low)
+            adjacent.update(plug for plug, nbytes in self._plugs.items() if plug + nbytes == low)
         if 0 < end - address - size <= REST_BYTES and end not in edges and end in self._plugs:
-            beside.add(end)
-        return beside
+            adjacent.add(end)
+        return adjacent
 
     def _spare(self, opened: Mapping[int, int]) -> Span | None:
-        """The largest plug that will not be taken for one of the holes that are to be opened.
+        """Address and bytes of the largest plug that no request for an opened hole would take.
 
-        It must not touch them: what would touch stays plugged. Returns its address and bytes.
+        It must not touch them: the part that would touch stays plugged.
         """
         holes = {address: self._plugs[address] for address in opened}
         ends = {address + nbytes for address, nbytes in holes.items()}
@@ -302,25 +312,120 @@ class Steering:
         return best
 
     def _plug(self, nbytes: int) -> None:
-        address, expected = self._allocator.allocate(nbytes), self.book.allocate(nbytes)
+        address, expected = self._allocator.allocate(nbytes), self.model.allocate(nbytes)
         if address is None or expected is None or address != expected:
-            raise Mismatch(f"a plug of {nbytes} bytes lies at {address}, not at {expected}")
-        self._plugs[address] = self.book.taken[address]
+            raise Mismatch(f"a plug of {nbytes} bytes is at {address}, not at {expected}")
+        self._plugs[address] = self.model.taken[address]
         self.plugged_bytes += self._plugs[address]
 
     def _unplug(self, address: int) -> None:
         self.plugged_bytes -= self._plugs.pop(address)
         self._allocator.free(address)
-        self.book.free(address)
+        self.model.free(address)
+
+
+class ArenaPlan(NamedTuple):
+    """The offset of each piece, and the size of the arena that the steered step needs."""
+
+    offsets: Ints
+    arena_bytes: int
+
+
+def plan_arena(pieces: Blocks) -> ArenaPlan:
+    """The offset of every piece and the size of the arena, found by simulating the step.
+
+    Adjacent holes merge, and could serve another request. So pieces that one op requests are kept
+    apart if they are short-lived; or none is, or all are, if that needs less memory. Pieces of
+    equal size that one op requests are followed by room for larger holes.
+    """
+    rank = _rank_among_equals(pieces)
+    n_positions = int(pieces.end.max(initial=0)) + 1
+    is_together = (np.bincount(pieces.start, minlength=1)[pieces.start] > 1) & pieces.is_steered
+    is_short = pieces.end - pieces.start <= n_positions // _SHORT_LIFETIME_DIVISOR
+    least_bytes = pieces.least_bytes
+    small_bytes = min(
+        _CLOSE_TO_BOUND_RATIO_SMALL * least_bytes, least_bytes + _CLOSE_TO_BOUND_BYTES_SMALL
+    )
+    close_bytes = max(_CLOSE_TO_BOUND_RATIO * least_bytes, small_bytes, least_bytes + PAGE_BYTES)
+    best: ArenaPlan | None = None
+    for is_apart in (is_together & is_short, is_together & False, is_together):
+        room = np.where(is_apart, np.maximum(rank, 1), rank) * APART_BYTES
+        offsets = pack(pieces.start, pieces.end, pieces.nbytes + room)
+        arena_bytes = _arena_bytes(pieces, offsets)
+        if best is None or arena_bytes < best.arena_bytes:
+            best = ArenaPlan(offsets, arena_bytes)
+        if best.arena_bytes <= close_bytes:
+            break
+    assert best is not None
+    return best
+
+
+def _rank_among_equals(pieces: Blocks) -> Ints:
+    """For each piece: how many of the same size are requested before it at its position."""
+    seen: Counter[tuple[int, int]] = Counter()
+    ranks: list[int] = []
+    for key in zip(pieces.start.tolist(), pieces.nbytes.tolist(), strict=True):
+        ranks.append(seen[key])
+        seen[key] += 1
+    return np.array(ranks, dtype=np.int64)
+
+
+def _arena_bytes(pieces: Blocks, offsets: Ints) -> int:
+    """The smallest of a series of growing arenas that the step fits into."""
+    planned_bytes = int((offsets + pieces.nbytes).max(initial=0))
+    arenas = (_paged(planned_bytes + planned_bytes * n**2 // 1000) for n in count())
+    return next(nbytes for nbytes in arenas if rehearse(pieces, offsets, nbytes) is not None)
+
+
+def rehearse(pieces: Blocks, offsets: Ints, arena_bytes: int) -> int | None:
+    """The peak of allocated bytes of a simulated steered step, without plugs.
+
+    None if it does not fit into the arena.
+    """
+    arena = Arena({0: arena_bytes})
+    steering = Steering(Arena({0: arena_bytes}), arena, PlannedAddresses(pieces, offsets))
+    made, gone = _by_position(pieces.start), _by_position(pieces.end)
+    sizes = pieces.nbytes.tolist()
+    where: dict[int, int] = {}
+    peak_bytes = 0
+    for position in sorted(made.keys() | gone.keys()):
+        asked = made.get(position, [])
+        if asked and pieces.is_steered[asked].all():
+            steering.arrange(asked)
+        elif asked:
+            steering.open_all()
+        for each in asked:
+            address = arena.allocate(sizes[each])
+            if address is None:
+                return None
+            steering.record_allocation(address, sizes[each])
+            where[each] = address
+        peak_bytes = max(peak_bytes, arena.taken_bytes - steering.plugged_bytes)
+        for each in gone.get(position, []):
+            arena.free(where[each])
+            steering.record_free(where[each])
+    return peak_bytes
+
+
+def _by_position(positions: Ints) -> dict[int, list[int]]:
+    """The pieces by position."""
+    found: dict[int, list[int]] = {}
+    for piece, position in enumerate(positions.tolist()):
+        found.setdefault(position, []).append(piece)
+    return found
+
+
+def _paged(nbytes: int) -> int:
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def rounded(nbytes: int) -> int:
-    """A request's bytes as the allocator counts them."""
+    """A request's size as the allocator rounds it."""
     return -(-nbytes // ROUND_BYTES) * ROUND_BYTES
 
 
 def _joined(spans: Iterable[Span], edges: Container[int] = ()) -> list[Span]:
-    """Spans in order, those that touch or overlap made one; but not across an edge."""
+    """Ordered spans, merged if they touch or overlap, but not across an edge."""
     joined: list[Span] = []
     for low, high in spans:
         if joined and low <= joined[-1][1] and low not in edges:
@@ -331,7 +436,7 @@ def _joined(spans: Iterable[Span], edges: Container[int] = ()) -> list[Span]:
 
 
 def _without(gaps: list[Span], spans: list[Span]) -> list[Span]:
-    """What is left of gaps without some spans; all in order, and none overlap."""
+    """The gaps minus some spans; both are in order and do not overlap."""
     left: list[Span] = []
     first = 0
     for low, high in gaps:
@@ -349,16 +454,16 @@ def _without(gaps: list[Span], spans: list[Span]) -> list[Span]:
 
 
 def _gap_around(gaps: list[Span], address: int, size: int) -> int | None:
-    """The index of the gap in which so many bytes lie at an address."""
+    """The index of the gap that contains so many bytes at an address."""
     index = bisect_right(gaps, address, key=itemgetter(0)) - 1
     return index if index >= 0 and address + size <= gaps[index][1] else None
 
 
 def _hole_bytes(target: Span, targets: Sequence[Span], gaps: list[Span]) -> int:
-    """How large a hole has to be, so that it is taken by the request it is meant for.
+    """The size of a hole that makes the intended request take it.
 
-    Of equal holes the lowest is taken first. Where requests of equal size come in another order,
-    what comes later gets a larger hole, if there is room.
+    Of equal holes the lowest is taken first. If requests of equal size come in another order, the
+    later ones get larger holes, if there is room.
     """
     address, size = target
     alike = [low for low, nbytes in targets if nbytes == size]
@@ -370,7 +475,7 @@ def _hole_bytes(target: Span, targets: Sequence[Span], gaps: list[Span]) -> int:
 
 
 def _take_from(gaps: list[Span], address: int, size: int) -> int:
-    """Take bytes out of a gap, as close to an address as the allocator does; returns where."""
+    """Remove bytes from a gap, at the address that the allocator would choose, and return it."""
     index = _gap_around(gaps, address, size)
     assert index is not None
     low, high = gaps[index]

@@ -1,17 +1,15 @@
-"""A static address for everything a step makes, as a compiler gives registers.
+"""A static address for every storage that a step makes, as in register allocation.
 
-Three ideas, of which the last two can be left out to see what they bring. **Counters**: each use of
-a storage that is yet to come counts, and at zero the storage is dead. **In place**: an op that is
-the last to read an input may write its result over it, if its operator can (`Op.may_overwrite`).
-**Sharing**: storages whose lives do not overlap take the same memory.
+Three ideas; the last two can be turned off to measure them. **Reference counts**: a storage is dead
+when its last use has run. **In place**: an op that is the last to read an input may write its
+result over it, if its operator can (`Op.may_overwrite`). **Sharing**: storages whose lifetimes do
+not overlap take the same memory.
 
-What was there before the step (parameters, optimizer state, the batch) has its address already and
-is not laid out.
+Resident storages (parameters, optimizer state, the batch) already have an address.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,9 +18,9 @@ import numpy as np
 
 from rekindle.core.graph.dataflow import dataflow
 from rekindle.core.graph.graph import Op, Role, StepGraph
-from rekindle.core.graph.liveness import analyze
-from rekindle.core.graph.schedule import Compute, Free, Instruction, Plan, ResolvedCompute, resolve
-from rekindle.core.memory.packing import Ints, least_bytes, pack
+from rekindle.core.graph.liveness import Ints, analyze
+from rekindle.core.graph.schedule import Free, Plan, ResolvedCompute, resolve, schedule_of
+from rekindle.core.memory.packing import least_bytes, pack
 from rekindle.core.notebook import html_table, one_line
 from rekindle.units import format_bytes
 
@@ -47,10 +45,10 @@ class Reuse(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Where everything lies: arrays over pieces, in the order in which they are made.
+    """The address of every piece: arrays over pieces, in the order in which they are made.
 
-    A piece is there from position `start` to `end`, inclusive, at the bytes offset…offset+nbytes-1.
-    `refusals` says of ops that make something why it does not lie over an input.
+    A piece is live from position `start` to `end`, inclusive, at bytes offset…offset+nbytes-1.
+    `refusals` says for an op that makes a storage why it does not write over an input.
     """
 
     storage: Ints
@@ -66,7 +64,7 @@ class Layout:
 
     @property
     def ratio(self) -> float:
-        """The arena, as a multiple of the most bytes that are there at once."""
+        """The arena's size as a multiple of the most bytes live at the same time."""
         return self.arena_bytes / self.lower_bound_bytes if self.lower_bound_bytes else 1.0
 
     def _facts(self) -> dict[str, object]:
@@ -89,13 +87,13 @@ def layout(
     sharing: bool = True,
     roles: Collection[Role] = tuple(Role),
 ) -> Layout:
-    """Lay a step out, plain or as planned.
+    """The memory layout of a step, plain or planned.
 
-    Writing in place ties lives together, and now and then what is tied is harder to place: where
-    memory is shared, ops write in place only if that makes the arena smaller.
+    Writing in place joins lifetimes, and joined ones can be harder to pack: with sharing, ops write
+    in place only if that makes the arena smaller.
 
-    Storages of other `roles` than those asked for are left out, as if they lay elsewhere. That is
-    for estimates: `check_layout` accepts a layout of everything only.
+    Storages of other `roles` are left out. That is for estimates: `check_layout` accepts only a
+    layout of everything.
     """
     found = _laid_out(graph, plan, in_place, sharing, roles)
     if in_place and sharing and found.reuses:
@@ -134,44 +132,8 @@ def _laid_out(
     )
 
 
-def schedule_of(graph: StepGraph, plan: Plan | None) -> Iterator[Instruction]:
-    """What runs and what is freed: the plan's schedule, or the captured step by its counters.
-
-    A counter holds the uses of a storage that are yet to come; at zero it is freed. A gradient is
-    used once more when the optimizer has finished.
-    """
-    if plan is not None:
-        yield from plan.schedule
-        return
-    liveness = analyze(graph)
-    stays = liveness.is_resident | liveness.is_output
-    touched = [_touched(graph, op) for op in graph.ops]
-    uses: list[list[int]] = [list(storages) for storages in touched]
-    for late in np.flatnonzero(liveness.death > _last_touch(touched, len(stays))):
-        uses[liveness.death[late]].append(int(late))
-    counters = Counter(storage for storages in uses for storage in storages)
-    for op, storages in zip(graph.ops, uses, strict=True):
-        yield Compute(op.index)
-        for storage in storages:
-            counters[storage] -= 1
-            if counters[storage] == 0 and not stays[storage]:
-                yield Free(storage)
-
-
-def _touched(graph: StepGraph, op: Op) -> list[int]:
-    values = (*op.inputs, *op.outputs, *op.mutates)
-    return list(dict.fromkeys(graph.values[value].storage for value in values))
-
-
-def _last_touch(touched: list[list[int]], n_storages: int) -> Ints:
-    last = np.full(n_storages, -1, dtype=np.int64)
-    for index, storages in enumerate(touched):
-        last[storages] = index
-    return last
-
-
 class _Walk:
-    """Goes through a schedule once: the life of every piece, and who writes over whom."""
+    """One pass over a schedule: the lifetime of every piece, and which ops write over inputs."""
 
     def __init__(
         self, graph: StepGraph, plan: Plan | None, in_place: bool, roles: Collection[Role]
@@ -199,7 +161,7 @@ class _Walk:
         self._end = [position if end < 0 else end for end in self._end]
 
     def arrays(self) -> tuple[Ints, Ints, Ints, Ints]:
-        """Start, end, bytes and chain of each piece; pieces of a chain lie over one another."""
+        """Start, end, bytes and chain of each piece; the pieces of a chain share one address."""
         sizes = [self.graph.storages[piece.storage].nbytes for piece in self.pieces]
         nbytes = -(-np.array(sizes, dtype=np.int64) // ALIGNMENT) * ALIGNMENT
         roots = np.array(self._chain, dtype=np.int64)
@@ -222,7 +184,7 @@ class _Walk:
         return [storage for storage in makes[run.op] if not self.stays[storage]]
 
     def _reuse(self, run: ResolvedCompute, position: int, freed: set[Piece]) -> None:
-        """Let an op write over an input that dies with it, or note why it does not."""
+        """Let an op write over an input that dies with it, or record why it does not."""
         op = self.graph.ops[run.op]
         made = self._made(run)
         if self.left_out.issuperset(made):
@@ -242,25 +204,25 @@ class _Walk:
 
     def _why_not(self, storage: int) -> str:
         if self.stays[storage]:
-            return "was there before the step"
+            return "existed before the step"
         return "is not laid out" if storage in self.left_out else "is needed later"
 
     def _obstacle(self, op: Op, run: ResolvedCompute, made: list[int]) -> str:
         if run.copy and op.copy_target:
-            return "its copy is another operator"
+            return "its recomputation is another operator"
         if len(made) > 1:
             return "it makes several tensors"
         if not op.inputs:
             return "it has no input"
         if not op.may_overwrite:
-            return "its operator is not element-wise, or no input has its result's form"
+            return "its operator is not element-wise, or no input has its result's shape and dtype"
         return ""
 
 
 def _grouped(
     steps: Iterator[ResolvedCompute | Free],
 ) -> Iterator[tuple[ResolvedCompute, set[Piece]]]:
-    """Each op that runs, with what is freed right after it."""
+    """Each op that runs, with the pieces freed right after it."""
     run: ResolvedCompute | None = None
     freed: set[Piece] = set()
     for step in steps:

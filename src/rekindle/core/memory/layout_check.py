@@ -1,7 +1,6 @@
-"""Proves a layout right by going through the step: nothing is written over what is still needed.
+"""Checks a layout by replaying the step: no op overwrites memory that is still needed.
 
-This shares no code with what makes layouts. It knows from the schedule what is made, read and freed
-when, and from the layout where it lies.
+It shares no code with `layout`: the schedule says when each piece is live, the layout where it is.
 """
 
 from __future__ import annotations
@@ -10,16 +9,16 @@ from bisect import bisect_left, insort
 
 from rekindle.core.graph.dataflow import dataflow
 from rekindle.core.graph.graph import StepGraph
-from rekindle.core.graph.schedule import Free, Plan, ResolvedCompute, resolve
-from rekindle.core.memory.layout import Layout, Piece, schedule_of
+from rekindle.core.graph.schedule import Free, Plan, ResolvedCompute, resolve, schedule_of
+from rekindle.core.memory.layout import Layout, Piece
 from rekindle.errors import InvalidLayout
 
 
 def check_layout(graph: StepGraph, layout: Layout, plan: Plan | None = None) -> None:
-    """Raise InvalidLayout unless every piece has room of its own while it is there.
+    """Raise InvalidLayout unless no two pieces overlap while they are live.
 
-    An op may write its result over an input, the whole of it, if its operator can do so and the
-    input is freed right after.
+    An op may write its result over all of an input if its operator can do so and the input is freed
+    right after.
     """
     memory = _Memory(graph, layout)
     steps = list(resolve(graph, schedule_of(graph, plan)))
@@ -36,7 +35,7 @@ def check_layout(graph: StepGraph, layout: Layout, plan: Plan | None = None) -> 
 
 
 class _Memory:
-    """What lies where, at one moment."""
+    """The live pieces and their addresses, at one moment."""
 
     def __init__(self, graph: StepGraph, layout: Layout) -> None:
         self.graph = graph
@@ -45,7 +44,7 @@ class _Memory:
         rows = zip(layout.storage, layout.copy, layout.offset, layout.nbytes, strict=True)
         self.where = {Piece(int(s), int(c)): (int(at), int(size)) for s, c, at, size in rows}
         self.entered = {value.storage for value in graph.values if value.producer is None}
-        self.there: list[tuple[int, int, Piece]] = []  # start, end, sorted
+        self.live: list[tuple[int, int, Piece]] = []  # start, end, sorted
 
     def run(self, run: ResolvedCompute, dying: set[Piece]) -> None:
         op = self.graph.ops[run.op]
@@ -59,28 +58,31 @@ class _Memory:
             if nbytes < self.graph.storages[storage].nbytes:
                 raise InvalidLayout(op.name, f"its result gets {nbytes} bytes, which is too few")
             if start < 0 or start + nbytes > self.arena_bytes:
-                raise InvalidLayout(op.name, "its result lies outside of the arena")
+                raise InvalidLayout(op.name, "its result is outside of the arena")
             for other in self._within(start, start + nbytes):
                 if other not in dying or not self._may_overwrite(run, piece, other):
-                    raise InvalidLayout(op.name, f"its result lies over {self._name(other)}")
+                    name = self.graph.storage_name(*other)
+                    raise InvalidLayout(
+                        op.name, f"its result lies over {name}, which is needed later"
+                    )
                 self.free(other)
                 dying.discard(other)
-                self.where[other] = (-1, 0)  # to be freed in a moment, and gone already
+                self.where[other] = (-1, 0)  # already removed when the schedule frees it
             if nbytes:
-                insort(self.there, (start, start + nbytes, piece))
+                insort(self.live, (start, start + nbytes, piece))
 
     def free(self, piece: Piece) -> None:
         start, nbytes = self.where[piece]
         if nbytes:
-            self.there.remove((start, start + nbytes, piece))
+            self.live.remove((start, start + nbytes, piece))
 
     def _within(self, start: int, end: int) -> list[Piece]:
-        """What lies in a range of bytes."""
-        first = bisect_left(self.there, (start,))
-        if first and self.there[first - 1][1] > start:
+        """The live pieces in a range of bytes."""
+        first = bisect_left(self.live, (start,))
+        if first and self.live[first - 1][1] > start:
             first -= 1
         found = []
-        for low, _, piece in self.there[first:]:
+        for low, _, piece in self.live[first:]:
             if low >= end:
                 break
             found.append(piece)
@@ -94,8 +96,3 @@ class _Memory:
             Piece(self.graph.values[value].storage, run.copies[value]) == other
             for value in op.may_overwrite
         )
-
-    def _name(self, piece: Piece) -> str:
-        names = (v.name for v in self.graph.values if v.storage == piece.storage)
-        copy = f" (copy {piece.copy})" if piece.copy else ""
-        return f"{next(names, f'storage {piece.storage}')}{copy}, which is needed later"

@@ -1,65 +1,62 @@
-"""Where to put blocks of memory whose lives are known: the fewest bytes that hold them all.
+"""Packs blocks with known lifetimes into the smallest arena (dynamic storage allocation).
 
-Blocks that are there at the same time must not overlap; others may share memory. That is a packing
-problem, and a hard one, but training steps are kind: put the largest block first, each as low as
-it fits under those it meets in time, and the result is mostly the least there can be. Where it is
-not, the blocks that stick out come earlier the next time.
+Blocks that are live at the same time must not overlap; others may share memory. The problem is
+NP-hard, but a greedy packing mostly reaches the lower bound on training steps: largest block first,
+each at the lowest gap between those live at the same time (Pisarchyk and Lee, "Efficient Memory
+Management for Deep Neural Net Inference", 2020). If it does not, the blocks above the bound come
+earlier in the next attempt.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
+from rekindle.core.graph.liveness import Ints, live_bytes
 
-_CLOSE = 1.005  # of the bound: nothing more is tried then
-_MOST_TRIES = 300
-_BLOCK_TRIES = 60_000  # of all blocks together
-_FAR = np.iinfo(np.int64).max
+_CLOSE_TO_BOUND_RATIO = 1.005  # an arena this close to the lower bound is accepted
+_MAX_ATTEMPTS = 300
+_MAX_BLOCKS_PLACED = 60_000  # in all attempts together
+_INFINITE_BYTES = np.iinfo(np.int64).max
 
 
 def least_bytes(start: Ints, end: Ints, nbytes: Ints) -> int:
-    """The most bytes that are there at one moment: no arena is smaller. Ends are inclusive.
+    """The most bytes live at one moment, a lower bound on the arena. Ends are inclusive.
 
     >>> least_bytes(np.array([0, 1, 3]), np.array([1, 2, 4]), np.array([4, 2, 5]))
     6
     """
-    if not len(start):
-        return 0
-    changes = np.zeros(int(end.max()) + 2, dtype=np.int64)
-    np.add.at(changes, start, nbytes)
-    np.subtract.at(changes, end + 1, nbytes)
-    return int(np.cumsum(changes).max())
+    n_positions = int(end.max(initial=-1)) + 1
+    return int(live_bytes(start, end, nbytes, n_positions).max(initial=0))
 
 
 def pack(start: Ints, end: Ints, nbytes: Ints) -> Ints:
-    """An offset for every block, in an arena as small as a few dozen tries make it.
+    """An offset for every block, in the smallest arena of a limited number of attempts.
 
     >>> pack(np.array([0, 1, 3]), np.array([1, 2, 4]), np.array([4, 2, 5])).tolist()
     [0, 4, 0]
     """
     n, bound = len(start), least_bytes(start, end, nbytes)
-    best, height = np.zeros(n, dtype=np.int64), _FAR
+    best, height = np.zeros(n, dtype=np.int64), _INFINITE_BYTES
     urgency = np.zeros(n, dtype=np.int64)
-    chance = np.random.default_rng(0)
-    ties = (-end, start, start - end)  # of equal blocks, first the last to go, to come, the longest
-    for each in range(min(max(_BLOCK_TRIES // max(n, 1), 4), _MOST_TRIES)):
-        size = nbytes * (end - start + 1.0) if each == 3 else nbytes  # once: bytes times life
-        order = np.lexsort((start, ties[each % 3], -size, -urgency))
+    random = np.random.default_rng(0)
+    ties = (-end, start, start - end)  # equal blocks: last to end, first to start, longest first
+    for attempt in range(min(max(_MAX_BLOCKS_PLACED // max(n, 1), 4), _MAX_ATTEMPTS)):
+        size = nbytes * (end - start + 1.0) if attempt == 3 else nbytes  # once: bytes × lifetime
+        order = np.lexsort((start, ties[attempt % 3], -size, -urgency))
         offsets = _stack(start, end, nbytes, order)
         tops = offsets + nbytes
         if (top := int(tops.max(initial=0))) < height:
             best, height = offsets, top
-        if height <= _CLOSE * bound:
+        limit_bytes = _CLOSE_TO_BOUND_RATIO * bound
+        if height <= limit_bytes:
             break
-        if each >= 3:  # what sticks out comes earlier; from the tenth on every other, by chance
-            urgency += (tops > _CLOSE * bound) & ((each < 10) | (chance.random(n) < 0.5))
+        if attempt >= 3:  # blocks above the bound come earlier; from attempt 10, a random half
+            urgency += (tops > limit_bytes) & ((attempt < 10) | (random.random(n) < 0.5))
     return best
 
 
 def _stack(start: Ints, end: Ints, nbytes: Ints, order: Ints) -> Ints:
-    """Put one block after the other into the lowest gap, of those it meets in time, that fits."""
+    """Place one block after the other into the lowest gap that fits at all times it is live."""
     n = len(order)
     begins, ends = start[order], end[order]
     sizes = nbytes[order]
@@ -69,7 +66,7 @@ def _stack(start: Ints, end: Ints, nbytes: Ints, order: Ints) -> Ints:
         if len(meets):
             meets = meets[np.argsort(lows[meets], kind="stable")]
             gap_from = np.concatenate(([0], np.maximum.accumulate(tops[meets])))
-            gap_to = np.concatenate((lows[meets], [_FAR]))
+            gap_to = np.concatenate((lows[meets], [_INFINITE_BYTES]))
             lows[i] = gap_from[np.argmax(gap_to - gap_from >= sizes[i])]
         tops[i] = lows[i] + sizes[i]
     offsets = np.zeros(n, dtype=np.int64)

@@ -1,8 +1,8 @@
-"""A better order for the backward pass: what frees memory comes first.
+"""Reorders the backward pass: ops that free memory come first.
 
-Autograd computes the gradient of a layer's input before that of its weight. The second is the last
-to read the layer's activation and makes something small, the first makes something large: the other
-way round, they are not all there at once. No op computes anything else for that.
+Autograd computes the gradient of a layer's input before that of its weight. The weight's gradient
+is small and its op is the last to read the layer's activation; the input's gradient is large. In
+the other order, activation and input gradient are not live at the same time.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from rekindle.core.graph.graph import Op, Phase, StepGraph
-from rekindle.core.graph.liveness import analyze
+from rekindle.core.graph.graph import Op, OpKind, Phase, StepGraph
+from rekindle.core.graph.liveness import analyze, live_bytes
 
 
 def free_first(graph: StepGraph) -> StepGraph:
-    """The same step with backward ops that free more than they make as early as they can be.
+    """The same step with backward ops that free more than they allocate as early as possible.
 
-    An op moves up only where that raises no peak: what it makes is there earlier, too. If the peak
-    of the whole step is no lower in the end, the order stays what it was: a peak at the loss, as
-    most models have it, is not for the backward pass to lower.
+    An op moves up only if that raises no peak, since its outputs are then live for longer. If the
+    peak of the whole step does not fall, the captured order stays: most models have their peak at
+    the loss, which this cannot lower.
     """
     order = _Order(graph)
     before = int(order.live.max(initial=0))
@@ -33,7 +33,7 @@ def free_first(graph: StepGraph) -> StepGraph:
 
 
 class _Order:
-    """A step's ops in the order found so far; `live` has the bytes at each place in it."""
+    """The order of a step's ops so far; `live` has the live bytes at each place in it."""
 
     def __init__(self, graph: StepGraph) -> None:
         self.graph = graph
@@ -42,31 +42,26 @@ class _Order:
         self.sizes = [storage.nbytes for storage in graph.storages]
         self.stays = liveness.is_resident | liveness.is_output
         self.birth, self.death = liveness.birth, liveness.death
-        n_ops = len(graph.ops)
-        changes = np.zeros(n_ops + 1, dtype=np.int64)
-        alive = np.flatnonzero(~self.stays & (liveness.death >= 0))
-        sizes = np.array(self.sizes, dtype=np.int64)
-        np.add.at(changes, liveness.birth[alive], sizes[alive])
-        np.subtract.at(changes, liveness.death[alive] + 1, sizes[alive])
-        self.live = np.cumsum(changes)[:n_ops]
+        own = np.flatnonzero(~self.stays & (liveness.death >= 0))
+        birth, death, sizes = self.birth[own], self.death[own], graph.sizes_bytes[own]
+        self.live = live_bytes(birth, death, sizes, len(graph.ops))
         self.touched = [-1] * len(graph.storages)  # the last place at which each is touched
-        self.changed = [-1] * len(graph.storages)  # and changed or made
-        self.place_of: dict[int, int] = {}  # where each value is made
-        self.moves_from = 0  # the place before which nothing moves
+        self.changed = [-1] * len(graph.storages)  # and at which it is made or mutated
+        self.place_of: dict[int, int] = {}  # by value: the place of its producer
+        self.moves_from = 0  # no op moves before this place
 
     def move_up(self, index: int) -> None:
-        """Put the next op, in captured order, where it is to be."""
+        """Place the next op in captured order."""
         op, place = self.graph.ops[index], len(self.order)
         target = place
-        if op.phase is not Phase.BACKWARD or op.is_random or op.target.startswith("rekindle."):
+        if op.phase is not Phase.BACKWARD or op.is_random or op.kind is not OpKind.OPERATOR:
             self.moves_from = place + 1
         else:
             target = self._target(op, place)
         self.order.insert(target, index)
         if target < place:
             self._shift(op, target, place)
-        storages = self._storages((*op.inputs, *op.outputs, *op.mutates))
-        for storage in storages:
+        for storage in self.graph.touched(op):
             self.touched[storage] = max(self.touched[storage], target)
         for storage in self._written(op):
             self.changed[storage] = max(self.changed[storage], target)
@@ -74,14 +69,14 @@ class _Order:
             self.place_of[value] = target
 
     def _target(self, op: Op, place: int) -> int:
-        """The first place that is early enough to be worth it, and not before what it needs."""
+        """The first place allowed by dependencies if it is worth moving there, else `place`."""
         first = max(
             [self.moves_from]
             + [self.place_of.get(value, -1) + 1 for value in (*op.inputs, *op.mutates)]
             + [self.changed[s] + 1 for s in self._storages(op.inputs)]
             + [self.touched[s] + 1 for s in self._written(op)]
         )
-        if first >= place or op.is_view:  # a look at memory neither takes nor frees any
+        if first >= place or op.is_view:  # views neither allocate nor free
             return min(first, place)
         made, freed = self._made(op), self._freed(op)
         freed_bytes = sum(self.sizes[s] for s in freed if self.touched[s] < first)
@@ -91,7 +86,7 @@ class _Order:
         return first if freed_bytes > made_bytes and fits else place
 
     def _shift(self, op: Op, target: int, place: int) -> None:
-        """Account for an op that has moved up: places, and the bytes at each of them."""
+        """Update places and live bytes for an op that has moved up."""
         made = sum(self.sizes[s] for s in self._made(op))
         freed = [s for s in self._freed(op) if self.touched[s] < target]
         own = int(self.live[target - 1 if target else 0]) + made
@@ -116,11 +111,10 @@ class _Order:
         return [s for s in self._storages(op.outputs) if self.birth[s] == op.index]
 
     def _freed(self, op: Op) -> list[int]:
-        """What no op after this one needs, in captured order, and this one did not make."""
-        touched = self._storages((*op.inputs, *op.mutates))
+        """The storages that die with this op in captured order, without its own outputs."""
         return [
             s
-            for s in touched
+            for s in self._storages((*op.inputs, *op.mutates))
             if self.death[s] == op.index and not self.stays[s] and self.birth[s] != op.index
         ]
 

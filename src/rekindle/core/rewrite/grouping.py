@@ -1,8 +1,9 @@
-"""Which ops become one: groups of ops along edges, as long as they can run as a whole.
+"""Groups of ops that run as one: a partition of the graph without cycles between groups.
 
-A group runs at one place, so that nothing outside of it may need one of its ops and be needed by
-another one. A valid order of all groups is kept up to date, and whether two may be one is looked up
-between their places in it alone.
+Merging two groups must not create a cycle: no op outside may depend on one member while another
+member depends on it. A topological order of all groups is maintained, so that only the groups
+between the two have to be searched (Pearce and Kelly, "A dynamic topological sort algorithm for
+directed acyclic graphs", 2007).
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from collections.abc import Iterable, Sequence
 
 
 class Groups:
-    """A partition of ops that starts with each op alone. Merge two by their ops' indices.
+    """A partition of ops; at first each op is a group of its own.
 
-    `needs[i]` are the ops that op i needs, all earlier than itself.
+    `needs[i]` are the ops that op i depends on, all of them earlier.
     """
 
     def __init__(self, needs: Sequence[Iterable[int]]) -> None:
@@ -34,13 +35,14 @@ class Groups:
         return self._group_of[op]
 
     def order(self) -> list[int]:
-        """The groups in an order in which they can run."""
+        """The groups in topological order."""
         return [group for group in self._order if group is not None]
 
     def merge(self, first: int, second: int) -> bool:
-        """Make one group of those of two ops, of which the second needs the first; False if not.
+        """Merge the groups of two ops, of which the second depends on the first.
 
-        What comes between and does not need the first runs before them, all else after.
+        False if that would create a cycle. Groups in between run before the merged one, unless they
+        depend on the first.
         """
         a, b = self._group_of[first], self._group_of[second]
         if a == b:
@@ -61,7 +63,7 @@ class Groups:
         return True
 
     def _between(self, a: int, b: int) -> set[int] | None:
-        """The groups that need `a` and stand before `b`; None if `b` needs one of them."""
+        """The groups before `b` that depend on `a`; None if `b` depends on one of them."""
         limit = self._place[b]
         stack = [g for g in self._after[a] if g != b and self._place[g] < limit]
         seen = set(stack)
@@ -87,7 +89,7 @@ class Groups:
 
 
 def needed_by(needs: Sequence[Iterable[int]], op: int) -> set[int]:
-    """All that an op needs, and what that needs.
+    """The transitive dependencies of an op.
 
     >>> sorted(needed_by([[], [0], [], [1]], 3))
     [0, 1]
@@ -102,10 +104,10 @@ def needed_by(needs: Sequence[Iterable[int]], op: int) -> set[int]:
     return found
 
 
-def in_order(needs: Sequence[Iterable[int]]) -> list[int]:
-    """All ops, each behind what it needs, and otherwise in their order.
+def topological_order(needs: Sequence[Iterable[int]]) -> list[int]:
+    """A topological order of all ops, as close to their own order as possible.
 
-    >>> in_order([[2], [], []])
+    >>> topological_order([[2], [], []])
     [1, 2, 0]
     """
     waits = [set(each) for each in needs]
@@ -113,7 +115,7 @@ def in_order(needs: Sequence[Iterable[int]]) -> list[int]:
     for op, each in enumerate(waits):
         for needed in each:
             after[needed].append(op)
-    ready = [op for op, each in enumerate(waits) if not each]  # in order, so a heap
+    ready = [op for op, each in enumerate(waits) if not each]  # sorted, so a heap
     found: list[int] = []
     while ready:
         op = heapq.heappop(ready)

@@ -1,13 +1,11 @@
-"""Turns a captured step into one that needs less memory or time and computes the same numbers.
+"""Rewrites a captured step into one that needs less memory or time and computes the same numbers.
 
-Three things a plain step does not do. Small ops that do the same to many tensors, and that nobody
-waits for, can be one. An element-wise op may write its result over an input that nobody needs any
-more, in place of taking new memory. And where each parameter is updated for itself, its update may
-stand right behind its gradient, which is gone then, instead of at the end of the step, when all
-gradients are there at once.
+Foreach: small ops of one kind whose results are not needed at once become one multi-tensor call.
+In place: an element-wise op of the backward pass writes its result over an input that dies.
+Early updates: each parameter is updated right after its gradient is complete, which is freed then,
+instead of at the end of the step, when all gradients are live.
 
-What comes out is a graph like any other, for planners and simulator alike. Storages and the names
-of ops stay what they were, so that costs carry over.
+The result is an ordinary graph. Storages and names of ops stay the same, so that costs carry over.
 """
 
 from __future__ import annotations
@@ -18,37 +16,27 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rekindle.core.cost.profile import OpCost, Profile
-from rekindle.core.graph.graph import (
-    TOGETHER_TARGET,
-    UPDATE_TARGET,
-    Op,
-    Phase,
-    Role,
-    StepGraph,
-    Storage,
-)
+from rekindle.core.graph.graph import Op, OpKind, Phase, Role, StepGraph, Storage
 from rekindle.core.graph.liveness import analyze
 
-_FORWARD = (Phase.FORWARD, Phase.LOSS)
-_MOST_UPDATES = 16  # calls of the optimizer in one step: each costs a few launches
-_FIXED_BYTES = 64  # of what an optimizer needs beside: so much does not depend on the size
-_MOST_GROUPS = 16  # of ops of one kind that are done together: more of them wait less
-_SMALL_BYTES = 1 << 20  # what these may make at once, however little all of them make
+_MAX_UPDATES = 16  # optimizer calls per step: each costs a few launches
+_FIXED_WORKSPACE_BYTES = 64  # part of an optimizer's workspace that does not grow with parameters
+_MAX_FOREACH_GROUPS = 16  # per kind of op: in smaller groups, results wait for less time
+_MIN_FOREACH_BYTES = 1 << 20  # a group may always make this much
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What the optimizer does to one parameter: the values that it changes, and the gradient."""
+    """The optimizer's update of one parameter: the values of parameter and gradient."""
 
     param: int
     grad: int
 
 
 def combine(graph: StepGraph, kinds: Iterable[Sequence[int]]) -> StepGraph:
-    """The same step with ops of each kind done together, where that does not raise its peak.
+    """The same step with the ops of each kind batched, if that does not raise its peak.
 
-    `kinds` are as in `batch_small_ops`. What a group makes is all there at once, and so is what it
-    reads.
+    `kinds` are as in `batch_small_ops`. A group's inputs and outputs are all live at its end.
     """
     for names in [{graph.ops[index].name for index in ops} for ops in kinds]:
         found = batch_small_ops(graph, [[op.index for op in graph.ops if op.name in names]])
@@ -58,17 +46,17 @@ def combine(graph: StepGraph, kinds: Iterable[Sequence[int]]) -> StepGraph:
 
 
 def batch_small_ops(graph: StepGraph, kinds: Iterable[Sequence[int]]) -> StepGraph:
-    """The same step with ops of one kind in groups, each group one op in place of its last member.
+    """The same step with ops of one kind in groups; a foreach op replaces each group's last member.
 
-    `kinds` are ops, in order, that one operator can do at once. An op joins a group if nobody
-    misses its result until the group's end, and nobody changes what it reads.
+    `kinds` are lists of ops, in order, that one multi-tensor operator can do. An op joins a group
+    if no op reads its result before the group's end, and none mutates its inputs.
     """
     groups = {group[-1]: group for ops in kinds for group in _groups(graph, ops) if len(group) > 1}
     members = {op for group in groups.values() for op in group}
     found: list[Op] = []
     for op in graph.ops:
         if op.index in groups:
-            found.append(_together(len(found), [graph.ops[i] for i in groups[op.index]]))
+            found.append(_foreach(len(found), [graph.ops[i] for i in groups[op.index]]))
         elif op.index not in members:
             found.append(replace(op, index=len(found)))
     producer = {value: op.index for op in found for value in op.outputs}
@@ -84,13 +72,12 @@ def batch_small_ops(graph: StepGraph, kinds: Iterable[Sequence[int]]) -> StepGra
 
 
 def _groups(graph: StepGraph, ops: Sequence[int]) -> list[list[int]]:
-    """Cut ops of one kind into runs, so that the members of each can wait for the last one."""
-    storage_of = [value.storage for value in graph.values]
+    """Split ops of one kind into runs, so that the members of each can wait for the last one."""
     sizes = [sum(graph.storage_of(v).nbytes for v in graph.ops[i].outputs) for i in ops]
-    most = max(sum(sizes) / _MOST_GROUPS, _SMALL_BYTES)
-    limit = _waits_until(graph, set(ops), storage_of)
+    most = max(sum(sizes) / _MAX_FOREACH_GROUPS, _MIN_FOREACH_BYTES)
+    limit = _waits_until(graph, set(ops))
     groups: list[list[int]] = []
-    held, end = 0.0, -1  # of the group in the making: its bytes, and how long all of it can wait
+    held, end = 0.0, -1  # of the current group: its bytes, and the last op it can wait for
     for op, size in zip(ops, sizes, strict=True):
         if not groups or op > end or held + size > max(most, size):
             groups.append([])
@@ -100,14 +87,14 @@ def _groups(graph: StepGraph, ops: Sequence[int]) -> list[list[int]]:
     return groups
 
 
-def _waits_until(graph: StepGraph, ops: set[int], storage_of: list[int]) -> dict[int, int]:
-    """The last op before which each of some ops could run as well."""
+def _waits_until(graph: StepGraph, ops: set[int]) -> dict[int, int]:
+    """For each of some ops, the last op before which it could run as well."""
     next_use = [len(graph.ops)] * len(graph.storages)
     next_change = [len(graph.ops)] * len(graph.storages)
     limit = {}
     for op in reversed(graph.ops):
-        touched = {storage_of[v] for v in (*op.inputs, *op.outputs, *op.mutates)}
-        made = {storage_of[v] for v in (*op.outputs, *op.mutates)}
+        touched = graph.touched(op)
+        made = {graph.values[v].storage for v in (*op.outputs, *op.mutates)}
         if op.index in ops:
             ends = [next_use[s] for s in made] + [next_change[s] for s in touched]
             limit[op.index] = min(ends, default=0) - 1
@@ -118,12 +105,12 @@ def _waits_until(graph: StepGraph, ops: set[int], storage_of: list[int]) -> dict
     return limit
 
 
-def _together(index: int, members: Sequence[Op]) -> Op:
+def _foreach(index: int, members: Sequence[Op]) -> Op:
     return replace(
         members[-1],
         index=index,
         name=f"{members[-1].name}_together",
-        target=TOGETHER_TARGET,
+        target=OpKind.FOREACH.value,
         members=tuple(op.name for op in members),
         inputs=tuple(dict.fromkeys(v for op in members for v in op.inputs)),
         outputs=tuple(v for op in members for v in op.outputs),
@@ -134,12 +121,11 @@ def _together(index: int, members: Sequence[Op]) -> Op:
 
 
 def write_in_place(graph: StepGraph) -> StepGraph:
-    """The same step with results written over inputs that die, where the operator allows it.
+    """The same step with results written over inputs that die, if the operator allows it.
 
-    In the backward pass alone, and over what it has made itself. What the forward pass makes is for
-    plans to drop and compute again, and a result that shares the storage of an earlier one leaves
-    them less to choose from (BERT-large in 48% of its memory: 1% more time); it is there to be kept
-    anyway, so that nothing is gained.
+    Only in the backward pass, and only over its own results. Activations of the forward pass are
+    for planners to drop and recompute: sharing storages would leave them fewer choices (BERT-large
+    in 48% of its memory: 1% more time), and kept activations do not die anyway.
     """
     liveness = analyze(graph)
     stays = liveness.is_resident | liveness.is_output
@@ -167,9 +153,9 @@ def write_in_place(graph: StepGraph) -> StepGraph:
 
 
 def _freshened(graph: StepGraph, moved: dict[int, int]) -> tuple[Storage, ...]:
-    """The storages as a rewritten step holds them: one that is shared is what it is in the end.
+    """The storages of the rewritten step: a shared one takes the role of its last result.
 
-    Those that nobody uses any more are left, empty, so that the others keep their numbers.
+    Unused storages remain, with 0 bytes, so that the others keep their indices.
     """
     roles = {storage: graph.storages[result].role for result, storage in moved.items()}
     roles.update(dict.fromkeys(moved, Role.TEMP))
@@ -185,7 +171,7 @@ def _freshened(graph: StepGraph, moved: dict[int, int]) -> tuple[Storage, ...]:
 
 
 def _held(graph: StepGraph) -> list[int]:
-    """Until which op each storage is held by what we do not run: the user's own optimizer."""
+    """`held_until` of each storage: only the user's own optimizer still holds storages."""
     birth = analyze(graph).birth.tolist()
     in_update = [op.phase is Phase.OPTIMIZER for op in graph.ops] + [False]
     return [s.held_until if in_update[birth[s.index]] else -1 for s in graph.storages]
@@ -194,38 +180,38 @@ def _held(graph: StepGraph) -> list[int]:
 def update_early(
     graph: StepGraph, updates: Sequence[Update], optimizer_ops: Collection[int]
 ) -> StepGraph:
-    """The same step with the optimizer's ops replaced by updates, each where it first can be.
+    """The same step with the optimizer's ops replaced by updates as early as possible.
 
-    An update comes after the last op that needs the parameter as it was: the backward ops that read
-    it, and those that read anything computed from it, which a plan may compute again. Updates that
-    come close to each other are one op, so that there are few.
+    An update comes after the last op that needs the old parameter: the backward ops that read it,
+    and those that read anything computed from it, which a plan may recompute. Consecutive updates
+    are batched into few ops.
     """
     gone = set(optimizer_ops)
     after = _places(graph, updates, gone)
     order = sorted(range(len(updates)), key=lambda i: after[i])
     sizes = [graph.storages[graph.values[u.grad].storage].nbytes for u in updates]
-    at_once = sum(sizes) / (_MOST_UPDATES - 1)  # the last one is what is left over
+    batch_bytes = sum(sizes) / (_MAX_UPDATES - 1)  # the last batch is the remainder
     groups: dict[int, list[Update]] = {}  # by the op after which they come
     waiting: list[int] = []
     for index in order:
         waiting.append(index)
-        if sum(sizes[i] for i in waiting) >= at_once or index == order[-1]:
+        if sum(sizes[i] for i in waiting) >= batch_bytes or index == order[-1]:
             groups.setdefault(after[index], []).extend(updates[i] for i in waiting)
             waiting = []
     return _with_updates(graph, groups, gone)
 
 
 def _places(graph: StepGraph, updates: Sequence[Update], gone: set[int]) -> list[int]:
-    """For each update, the op after which it may come."""
+    """For each update, the op after which it may run."""
     storage_of = [value.storage for value in graph.values]
     last = np.full(len(graph.storages), -1, dtype=np.int64)  # the last op to touch each storage
     for op in graph.ops:
         if op.index not in gone:
-            last[[storage_of[v] for v in (*op.inputs, *op.outputs, *op.mutates)]] = op.index
+            last[graph.touched(op)] = op.index
     # For each storage: the last op to touch it, or anything computed from it in the forward pass.
     latest = last.copy()
     for op in reversed(graph.ops):
-        if op.phase in _FORWARD:
+        if op.phase.is_forward:
             made = [storage_of[v] for v in (*op.outputs, *op.mutates)]
             until = int(latest[made].max(initial=-1))
             for value in op.inputs:
@@ -237,7 +223,7 @@ def _places(graph: StepGraph, updates: Sequence[Update], gone: set[int]) -> list
 
 
 def _with_updates(graph: StepGraph, groups: dict[int, list[Update]], gone: set[int]) -> StepGraph:
-    """The graph without some ops, with updates after others; values and ops numbered anew."""
+    """The graph without some ops, and with updates after others; values and ops are renumbered."""
     lost = {value for op in graph.ops if op.index in gone for value in op.outputs}
     number = {
         old: new for new, old in enumerate(v.index for v in graph.values if v.index not in lost)
@@ -280,7 +266,7 @@ def _update(index: int, serial: int, updates: Sequence[Update], number: dict[int
     return Op(
         index=index,
         name=f"early_update_{serial}",
-        target=UPDATE_TARGET,
+        target=OpKind.UPDATE.value,
         phase=Phase.OPTIMIZER,
         inputs=(*(number[update.grad] for update in updates), *params),
         outputs=(),
@@ -289,11 +275,10 @@ def _update(index: int, serial: int, updates: Sequence[Update], number: dict[int
 
 
 def carry_over(profile: Profile, graph: StepGraph, improved: StepGraph) -> Profile:
-    """The costs of an improved step, from those of the step it comes from.
+    """The profile of an improved step, from that of the original.
 
-    Ops cost what they did; what is done together, as much as each for itself, which is a little too
-    much. An update has its share of the time that the optimizer takes, and of the memory that it
-    needs beside parameters, gradients and state.
+    Unchanged ops cost the same; a foreach op costs the sum of its members, which is slightly too
+    much. An update gets its share of the optimizer's time and workspace.
     """
     profile.check(graph)
     cost_of = {op.name: cost for op, cost in zip(graph.ops, profile.costs, strict=True)}
@@ -310,7 +295,7 @@ def carry_over(profile: Profile, graph: StepGraph, improved: StepGraph) -> Profi
     extra_bytes = _extra_bytes(graph, profile, lost)
     grads = [_grad_bytes(improved, op) for op in improved.ops]
     all_bytes = max(1, sum(map(sum, grads)))
-    # Of an optimizer that takes one parameter after the other, the largest decides.
+    # If the optimizer takes one parameter after the other, its workspace is that of the largest.
     is_one_by_one = all(len(_grads_of(graph, op)) <= 1 for op in lost)
     needs = max if is_one_by_one else sum
     most = max(1, max((max(each, default=0) for each in grads), default=0))
@@ -320,7 +305,7 @@ def carry_over(profile: Profile, graph: StepGraph, improved: StepGraph) -> Profi
         if op.name in cost_of
         else OpCost(
             time_us * sum(part) / all_bytes,
-            max(-(-extra_bytes * needs(part) // whole), min(extra_bytes, _FIXED_BYTES)),
+            max(-(-extra_bytes * needs(part) // whole), min(extra_bytes, _FIXED_WORKSPACE_BYTES)),
             is_measured=True,
         )
         for op, part in zip(improved.ops, grads, strict=True)
@@ -330,22 +315,22 @@ def carry_over(profile: Profile, graph: StepGraph, improved: StepGraph) -> Profi
 
 def _grad_bytes(graph: StepGraph, op: Op) -> list[int]:
     """The bytes of each gradient that an update reads; none for any other op."""
-    if op.target != UPDATE_TARGET:
+    if op.kind is not OpKind.UPDATE:
         return []
     return [graph.storages[storage].nbytes for storage in sorted(_grads_of(graph, op))]
 
 
 def _grads_of(graph: StepGraph, op: Op) -> set[int]:
-    """The weights' gradients that an op reads."""
+    """The weight gradients that an op reads."""
     read = {graph.values[value].storage for value in op.inputs}
     return {storage for storage in read if graph.storages[storage].role is Role.GRAD}
 
 
 def _extra_bytes(graph: StepGraph, profile: Profile, ops: Sequence[Op]) -> int:
-    """The most that an optimizer's ops hold at once of what they make, workspace included."""
+    """The peak of the temporaries and workspaces of the optimizer's ops."""
     if not ops:
         return 0
-    liveness, sizes = analyze(graph), np.array([s.nbytes for s in graph.storages], dtype=np.int64)
+    liveness, sizes = analyze(graph), graph.sizes_bytes
     made = {graph.values[value].storage for op in ops for value in op.outputs}
     own = np.array(sorted(made - set(np.flatnonzero(liveness.is_resident))), dtype=np.int64)
     return max(

@@ -11,10 +11,10 @@ from torch import fx
 
 from rekindle.core.cost.profile import Profile
 from rekindle.core.graph.graph import Phase, StepGraph
-from rekindle.core.graph.schedule import Compute, Plan
+from rekindle.core.graph.schedule import Compute, Plan, schedule_of
 from rekindle.core.graph.simulate import main_device
 from rekindle.core.memory.allocator_steering import REST_BYTES, Blocks, rounded
-from rekindle.core.memory.layout import layout, schedule_of
+from rekindle.core.memory.layout import layout
 from rekindle.engines.cudagraph.graph_parts import Part
 from rekindle.engines.program import Program
 from rekindle.rewriting.apply_schedule import path

@@ -28,8 +28,8 @@ from rekindle.core.memory.allocator_steering import (
     Mismatch,
     PlannedAddresses,
     Steering,
+    plan_arena,
 )
-from rekindle.core.memory.steering_rehearsal import plan_arena
 from rekindle.engines.cudagraph.allocation_requests import AllocationRequests
 from rekindle.torch_internals import (
     OpOverload,
@@ -366,12 +366,12 @@ class SteeredCapture:
             storage = tensor.untyped_storage()
             known = self._watched.get(address)
             is_new = known is None or known.expired()
-            if storage.nbytes() > REST_BYTES and is_new and self._steering.book.has(address):
+            if storage.nbytes() > REST_BYTES and is_new and self._steering.model.has(address):
                 if known is not None:
                     self._give_back(address)
                 self._watched[address] = StorageWeakRef(storage)
                 try:
-                    self._steering.took(address, storage.nbytes())
+                    self._steering.record_allocation(address, storage.nbytes())
                 except Mismatch as mismatch:
                     self._note_peak()
                     self._start_anew(str(mismatch))
@@ -385,13 +385,13 @@ class SteeredCapture:
         large_bytes = self._note_peak()
         for address in [a for a, watched in self._watched.items() if watched.expired()]:
             self._give_back(address)
-        if large_bytes != self._elsewhere_bytes + steering.book.taken_bytes:
+        if large_bytes != self._elsewhere_bytes + steering.model.taken_bytes:
             self._start_anew("there are blocks that are not known")
 
     def _give_back(self, address: int) -> None:
         del self._watched[address]
-        if self._steering is not None and address in self._steering.book.taken:
-            self._steering.gave_back(address)
+        if self._steering is not None and address in self._steering.model.taken:
+            self._steering.record_free(address)
 
     def _open_all(self) -> None:
         """Let go of all plugs: what comes is not known."""
@@ -424,5 +424,5 @@ class SteeredCapture:
         self._pool.free_all()
         self._pool.reset_peak()
         self._steering = Steering(Arena(*self._pool.blocks()), self._pool, self._wishes)
-        taken_bytes = self._steering.book.taken_bytes
+        taken_bytes = self._steering.model.taken_bytes
         self._elsewhere_bytes = self._pool.counts().large_bytes - taken_bytes

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable
 
 from torch import fx
 
-from rekindle.core.rewrite.grouping import in_order, needed_by
+from rekindle.core.rewrite.grouping import needed_by, topological_order
 from rekindle.engines.inductor.call_index import CallIndex
 from rekindle.engines.inductor.fusibility import is_simple
 from rekindle.tracing.tape import Call
@@ -42,7 +42,7 @@ class AlwaysRecomputed:
         needs = self._needs()
         for value in [v for v in self.leaves if v in units.read_by_others_later and v not in ends]:
             self._host(value, needs)
-        order = in_order(needs)
+        order = topological_order(needs)
         place = {index: number for number, index in enumerate(order)}
         self.order = [units.calls[index] for index in order]
         self.needs = [{place[other] for other in needs[index]} for index in order]

@@ -1,9 +1,10 @@
-"""The planners of Chen et al. (2016): segments of √n, segments in segments, and by kind of op.
+"""The baselines `chen-*`: √n segments, recursive segments, and selection by kind of op.
 
-The forward pass is no chain. A **cut** lies between two forward ops; what **crosses** it are the
-cells written before it that forward ops read after it. With those at hand, whatever lies after the
-cut can be computed without going back past it; so segments end where few bytes cross. A cell that
-an in-place op overwrites later cannot be kept, so that a cut which it crosses is avoided.
+Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016. The paper's networks are chains;
+captured steps are not. A **cut** lies between two forward ops; it is **crossed** by the cells that
+are written before it and read by forward ops after it. If these are kept, everything after the cut
+can be recomputed without going back past it; so segments end where few bytes cross. A cell that an
+in-place op overwrites later cannot be kept, so cuts that it crosses are avoided.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from rekindle.core.graph.op_names import op_name
 from rekindle.core.graph.schedule import Plan
 from rekindle.planners.finish import finish
 from rekindle.planners.lowering import Choices, choices, lower
-from rekindle.planners.problem import FORWARD, Floats, Ints, Problem, problem_of
+from rekindle.planners.problem import Floats, Ints, Problem, problem_of
 
-# Around √n segments: which number is best depends on how much crosses the cuts.
-_SEGMENTS_OF_SQRT = (0.5, 0.7, 1.0, 1.4, 2.0)
+# Numbers of segments to try, in units of √n: the best depends on the bytes that cross the cuts.
+_SEGMENT_COUNT_RATIOS = (0.5, 0.7, 1.0, 1.4, 2.0)
 
-# A part of a split segment must not have more than this share of its bytes, so that the depth of
-# the recursion is logarithmic.
-_LARGEST_PART = 0.75
+# The larger part of a split segment has at most this share of its bytes, so that the depth of the
+# recursion is logarithmic.
+_LARGEST_PART_RATIO = 0.75
 
 # Ops that take long for the bytes they make, whether or not their FLOPs are known.
 _EXPENSIVE = (
@@ -56,9 +57,9 @@ _EXPENSIVE = (
 
 
 def plan_chen_sqrt(graph: StepGraph, profile: Profile, budget_bytes: int) -> Plan:
-    """Cut the forward pass into about √n segments, and keep only what crosses a cut.
+    """Cut the forward pass into about √n segments, and keep only the cells that cross a cut.
 
-    Of a few numbers of segments around √n, the one with the least peak is taken.
+    Of several numbers of segments around √n, the one with the least peak is taken.
     """
     problem = problem_of(graph, profile)
 
@@ -71,23 +72,23 @@ def plan_chen_sqrt(graph: StepGraph, profile: Profile, budget_bytes: int) -> Pla
 
 
 def plan_chen_recursive(graph: StepGraph, profile: Profile, budget_bytes: int) -> Plan:
-    """Cut the forward pass in two, keep what crosses, and do the same to both halves."""
+    """Cut the forward pass in two, keep the cells that cross, and do the same to both halves."""
     problem = problem_of(graph, profile)
     chosen = recursive_choices(problem)
     return finish(problem, chosen, planner="chen-recursive", budget_bytes=budget_bytes)
 
 
 def plan_chen_selective(graph: StepGraph, profile: Profile, budget_bytes: int) -> Plan:
-    """Keep what convolutions, matrix products, attention and RNN kernels make; drop the rest."""
+    """Keep the results of convolutions, matmuls, attention and RNN kernels; drop the rest."""
     problem = problem_of(graph, profile)
     chosen = selective_choices(problem)
     return finish(problem, chosen, planner="chen-selective", budget_bytes=budget_bytes)
 
 
 def selective_choices(problem: Problem) -> Choices:
-    """Drop what cheap ops make.
+    """Drop the results of cheap ops.
 
-    Where a cheap op changes an expensive result in place, the changed result is kept in its stead.
+    If a cheap op mutates an expensive result in place, the mutated result is kept.
     """
     ops = problem.graph.ops
     expensive = {
@@ -98,7 +99,7 @@ def selective_choices(problem: Problem) -> Choices:
 
 
 def is_expensive(op: Op) -> bool:
-    """Whether an op takes long for the bytes it makes.
+    """True if an op takes long for the bytes it makes.
 
     >>> from rekindle.core.graph.graph import Phase
     >>> is_expensive(Op(0, "a", "aten.mm.default", Phase.FORWARD, (), ()))
@@ -111,12 +112,12 @@ def is_expensive(op: Op) -> bool:
 
 @dataclass(frozen=True)
 class _Spans:
-    """The cells there is a choice about, and which cuts they cross.
+    """The cells that may be dropped, and the cuts they cross.
 
-    Cut p lies just before the p-th forward op. A cell is written by the forward op `first` and read
-    last by `last`, both counted among forward ops, and crosses the cuts first + 1 … last.
-    `crossing` is what it weighs there: its bytes, or, if it cannot be kept, more than everything.
-    `held` is what it adds to a segment that is computed again: nothing if only forward ops read it.
+    Cut p lies right before the p-th forward op. A cell is written by the forward op `first` and
+    last read by `last`, both counted among forward ops, and crosses the cuts first + 1 … last.
+    `crossing` is its weight there: its bytes, or, if it cannot be kept, more than everything.
+    `held` is what it adds to a recomputed segment: 0 if only forward ops read it.
     """
 
     cells: Ints
@@ -127,7 +128,7 @@ class _Spans:
     n_forward: int
 
     def of(self, which: Ints) -> _Spans:
-        """These of the cells, by position."""
+        """A selection of the cells, by position."""
         return _Spans(
             self.cells[which],
             self.first[which],
@@ -139,7 +140,7 @@ class _Spans:
 
 
 def _spans(problem: Problem) -> _Spans:
-    is_forward = np.array([op.phase in FORWARD for op in problem.graph.ops], dtype=bool)
+    is_forward = np.array([op.phase.is_forward for op in problem.graph.ops], dtype=bool)
     place = np.cumsum(is_forward, dtype=np.int64) - 1
     cells = np.array(
         [c for c in range(problem.n_cells) if problem.bytes[c] and not problem.must_keep[c]],
@@ -147,7 +148,7 @@ def _spans(problem: Problem) -> _Spans:
     )
     last_read = list(problem.writer)
     for op in problem.graph.ops:
-        if op.phase in FORWARD:
+        if op.phase.is_forward:
             for cell in problem.reads[op.index]:
                 last_read[cell] = op.index
     nbytes = np.array(problem.bytes, dtype=np.float64)
@@ -165,17 +166,17 @@ def _spans(problem: Problem) -> _Spans:
 
 
 def sqrt_choices(problem: Problem) -> list[Choices]:
-    """What to keep for a few numbers of segments around √n.
+    """The choices for several numbers of segments around √n.
 
-    The backward pass enters the last segment at once. For each number there are two choices: drop
-    that segment like the others, or keep it, which costs less time and, at times, more memory.
+    The backward pass starts with the last segment. For each number there are two choices: drop that
+    segment like the others, or keep it, which costs less time and sometimes more memory.
     """
     spans = _spans(problem)
-    # The total over √n, where n counts cells by their weight: n equal ones are n, small ones hardly
-    # count beside large ones.
+    # The total over √n, where n is an effective number of cells: n equal ones count n, small ones
+    # hardly count if there are large ones.
     usual_bytes = np.sqrt(np.square(spans.held).sum())
     found: dict[tuple[int, ...], None] = {}
-    for factor in _SEGMENTS_OF_SQRT:
+    for factor in _SEGMENT_COUNT_RATIOS:
         cuts = _cuts(spans, float(usual_bytes) / factor)
         crosses = np.searchsorted(cuts, spans.first, "right") < np.searchsorted(
             cuts, spans.last, "right"
@@ -187,10 +188,10 @@ def sqrt_choices(problem: Problem) -> list[Choices]:
 
 
 def _cuts(spans: _Spans, limit_bytes: float) -> Ints:
-    """The cuts with the least bytes crossing in sum that leave no segment above the limit.
+    """The cuts with the fewest bytes crossing in total that leave no segment above the limit.
 
-    A single op that makes more than the limit is a segment of its own. best[p] is the least sum
-    over the cuts up to p, if p is one; a window that only moves on has the cuts that may precede p.
+    A single op that makes more than the limit is a segment of its own. Dynamic program: best[p] is
+    the least sum over the cuts up to p, if p is one; a sliding window has its predecessors.
     """
     n = spans.n_forward
     weights = np.bincount(spans.first + 1, weights=spans.crossing, minlength=n + 1)
@@ -215,12 +216,12 @@ def _cuts(spans: _Spans, limit_bytes: float) -> Ints:
 
 
 def recursive_choices(problem: Problem) -> Choices:
-    """Segments in segments: at any time one cut a level is held, O(log n) in all.
+    """Recursive segments: at any time the cells of one cut per level are held, O(log n) in all.
 
-    What crosses a segment's midpoint is held from when the backward pass enters the segment; a run
-    of ops that only passes through lets go of it. The backward pass enters the last part of the
-    forward pass, and the last part of that, at once: what crosses there is kept. Each level costs
-    up to another forward pass.
+    The cells that cross a segment's midpoint are held from when the backward pass enters the
+    segment; a recomputation that only passes through frees them. The backward pass starts with the
+    last part at every level: the cells that cross there are kept. Each level costs up to another
+    forward pass.
     """
     spans = _spans(problem)
     first_need = np.array(problem.first_need, dtype=np.int64)
@@ -253,25 +254,25 @@ def recursive_choices(problem: Problem) -> Choices:
 
 
 def _ends_of_runs(problem: Problem) -> list[int]:
-    """How many forward ops there are up to the end of each run of them.
+    """The number of forward ops up to the end of each run of them.
 
     A step that computes several losses, one after the other, has several runs.
     """
     ends, count, in_run = [], 0, False
     for op in problem.graph.ops:
-        if op.phase in FORWARD:
+        if op.phase.is_forward:
             count += 1
         elif in_run:
             ends.append(count)
-        in_run = op.phase in FORWARD
+        in_run = op.phase.is_forward
     return [*ends, count] if in_run else ends
 
 
 def _midpoint(segment: _Spans) -> int:
-    """The cut that splits a segment best; -1 where holding all of it takes no more memory.
+    """The cut that splits a segment best; -1 if holding all of it takes no more memory.
 
-    Splitting a part of b bytes on and on, with c bytes at each cut, ends with about c·log(b / c)
-    held. The larger part counts, and must not be too large.
+    Splitting a part of b bytes recursively, with c bytes at each cut, holds about c·log(b / c) in
+    the end. The larger part counts, and is limited.
     """
     start = int(segment.first.min())
     n = int(segment.last.max()) - start + 1
@@ -286,7 +287,7 @@ def _midpoint(segment: _Spans) -> int:
     saves = crossing + larger < total * (1 - 1e-9)
     if not saves.any():
         return -1
-    in_middle = saves & (larger <= max(_LARGEST_PART * total, larger[saves].min()))
+    in_middle = saves & (larger <= max(_LARGEST_PART_RATIO * total, larger[saves].min()))
     cuts = np.flatnonzero(in_middle)
     weight = np.maximum(crossing[cuts], 1e-9 * total)
     score = weight * (1 + np.log2(1 + larger[cuts] / weight))

@@ -1,7 +1,7 @@
-"""One price per byte for the whole step: the minimum cut, with the price bisected to the budget.
+"""The baseline `mincut`: one price per byte for the whole step, bisected to meet the budget.
 
 The cut prices bytes at the boundary between the passes only. It does not see that a recomputed
-value is held from its recomputation to its last use, so a higher price can raise the peak again.
+value is live from its recomputation to its last use, so a higher price can raise the peak again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rekindle.planners.lowering import Choices, choices, lower
 from rekindle.planners.min_cut import CutNetwork
 from rekindle.planners.problem import Problem, problem_of
 
-_GRID = 49  # prices tried, from a thousandth of the step's own price to a thousand times that
+_N_PRICES = 49  # in the grid, from 1/1000 to 1000 times the step's µs per byte
 _BISECTIONS = 24
 
 
@@ -37,9 +37,9 @@ def cheapest_cut(
 ) -> tuple[Choices | None, int]:
     """The cheapest cut within the budget, if any, and the least peak of all cuts tried.
 
-    The peak falls with the price, and rises again where long chains are recomputed at once. The
-    prices tried are a coarse grid first; then the interval below the first fitting price is
-    bisected, or, where none fits, the one below the price of the least peak.
+    The peak falls with the price, and rises again if long chains are recomputed at once. A coarse
+    grid of prices is tried first; then the interval below the first fitting price is bisected, or,
+    if none fits, the one below the price of the least peak.
     """
     network = network or CutNetwork(problem)
     nbytes = np.array(problem.bytes, dtype=np.float64)
@@ -52,7 +52,7 @@ def cheapest_cut(
         found.append((lowered.recompute_us, lowered.peak_bytes, chosen))
         return lowered.peak_bytes
 
-    grid = [0.0, *(typical * np.geomspace(1e-3, 1e3, _GRID)).tolist()]
+    grid = [0.0, *(typical * np.geomspace(1e-3, 1e3, _N_PRICES)).tolist()]
     peaks: list[int] = []
     while len(peaks) < len(grid) and (not peaks or peaks[-1] > budget_bytes):
         peaks.append(peak(grid[len(peaks)]))

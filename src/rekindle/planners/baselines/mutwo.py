@@ -1,11 +1,11 @@
-"""μ-TWO's greedy recomputation (Purandare et al., MLSys 2023), with its own book-keeping.
+"""The baseline `mutwo`: μ-TWO's greedy recomputation (Purandare et al., MLSys 2023).
 
-Each candidate knows what it can be computed from, how long that takes and how often it would have
-to be done. Again and again the candidate that frees the most bytes for its recomputation time is
-dropped, and what depends on it is updated, until the simulated peak is within the budget.
+Each candidate has its sources, the time to recompute it from them, and how often that would happen.
+The candidate that frees the most bytes per µs of recomputation is dropped, and the others are
+updated, until the simulated peak is within the budget.
 
-The book-keeping is the paper's, and is an estimate: what a plan really costs, the lowering says.
-The order in which candidates are dropped does not depend on the budget, only where it stops does.
+The paper's cost model is an estimate; the real cost of a plan comes from lowering it. The order of
+drops does not depend on the budget, only the number of drops does.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from rekindle.planners.problem import Ints, Problem, problem_of
 def plan_mutwo(graph: StepGraph, profile: Profile, budget_bytes: int) -> Plan:
     """Drop the candidate with the largest ratio of bytes to time, until the step fits the budget.
 
-    A drop can raise the peak as well as lower it, since what is computed again takes memory, too:
-    where no number of drops fits, the error carries the least peak on the way.
+    A drop can also raise the peak, since recomputed cells take memory, too: if no number of drops
+    fits, the error carries the least peak of all.
     """
     problem = problem_of(graph, profile)
-    way = DropOrder(problem)
-    chosen = way.first_within(budget_bytes)
+    drop_order = DropOrder(problem)
+    chosen = drop_order.first_within(budget_bytes)
     if chosen is None:
-        least = way.least_peak_bytes()
+        least = drop_order.least_peak_bytes()
         raise InfeasibleBudget(budget_bytes=budget_bytes, least_peak_bytes=least)
     return finish(problem, chosen, planner="mutwo", budget_bytes=budget_bytes)
 
 
 class DropOrder:
-    """The greedy's way: what it drops one after the other, which does not depend on the budget."""
+    """The order in which μ-TWO drops activations, which does not depend on the budget."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -49,7 +49,7 @@ class DropOrder:
         self.floors = peak_floors(problem, self.order)
 
     def first_within(self, budget_bytes: int) -> Choices | None:
-        """The first choices on the way that fit the budget; None if none does."""
+        """The choices after the fewest drops that fit the budget; None if none do."""
         for n_dropped in np.flatnonzero(self.floors <= budget_bytes).tolist():
             chosen = self._after(n_dropped)
             if lower(self.problem, chosen).peak_bytes <= budget_bytes:
@@ -71,11 +71,11 @@ class DropOrder:
 
 
 @dataclass(slots=True)
-class Candidate:
-    """What the greedy knows of one activation, under the paper's names; times in µs.
+class DropCandidate:
+    """One activation, with the paper's names; times in µs.
 
-    `recomp_srcs` are cells; what was there before the step needs no mention. `recomp_cnt` is how
-    often it is computed again: 1, and one more for each dropped one that has it as a source.
+    `recomp_srcs` are cells, without residents. `recomp_cnt` is how often it is recomputed: 1, and
+    one more for each dropped candidate that has it as a source.
     """
 
     nbytes: int
@@ -87,29 +87,29 @@ class Candidate:
 
     @property
     def recompute_ratio(self) -> float:
-        """The bytes that dropping it frees for each µs it costs."""
+        """The bytes that dropping it frees per added µs."""
         return self.nbytes / self.total_recomp_time if self.total_recomp_time > 0 else np.inf
 
 
 class Greedy:
     """The state of μ-TWO's loop: every candidate by its cell, dropped or not.
 
-    `users` has, for each cell, those that have it as a source: an index to find them by.
+    `users` has, for each cell, the candidates that have it as a source.
     """
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.candidates: dict[int, Candidate] = {}
+        self.candidates: dict[int, DropCandidate] = {}
         self.users: dict[int, set[int]] = {}
         for cell in problem.droppable:
             if problem.bytes[cell]:
                 sources, us = _sources(problem, cell)
-                self.candidates[cell] = Candidate(problem.bytes[cell], sources, us, 1, us)
+                self.candidates[cell] = DropCandidate(problem.bytes[cell], sources, us, 1, us)
                 for source in sources:
                     self.users.setdefault(source, set()).add(cell)
 
     def run(self) -> Iterator[int]:
-        """Drop all candidates, the largest ratio first, and of two alike the earlier cell."""
+        """Drop all candidates, the largest ratio first, then the earlier cell."""
         heap = [(-c.recompute_ratio, cell) for cell, c in self.candidates.items()]
         heapq.heapify(heap)
         while heap:
@@ -142,13 +142,13 @@ class Greedy:
         return changed
 
     def _count(self, cell: int, recomp_cnt: int) -> None:
-        """Set how often a candidate would be computed again."""
+        """Set how often a candidate would be recomputed."""
         found = self.candidates[cell]
         found.recomp_cnt = recomp_cnt
         found.total_recomp_time = recomp_cnt * found.recomp_time
 
     def _replace(self, cell: int, user: int) -> None:
-        """Let a user of a dropped cell be computed from that cell's sources."""
+        """Replace a dropped cell by its sources in the sources of a user."""
         dropped, found = self.candidates[cell], self.candidates[user]
         found.recomp_srcs.remove(cell)
         self.users[cell].remove(user)
@@ -158,7 +158,7 @@ class Greedy:
         found.recomp_time += dropped.recomp_time
 
     def _is_live_again(self, cell: int, user: int) -> bool:
-        """Whether a candidate's first backward use falls in a dropped one's active interval."""
+        """True if a candidate's first backward use falls in a dropped one's active interval."""
         needs = self.problem.needs
         return needs[cell][0] <= needs[user][0] <= needs[cell][-1]
 
@@ -167,7 +167,7 @@ class Greedy:
 
 
 def _sources(problem: Problem, cell: int) -> tuple[set[int], float]:
-    """The nearest available cells that a cell can be computed from, and the time that takes."""
+    """The nearest available cells that a cell can be recomputed from, and the time for that."""
     sources: set[int] = set()
     ops: set[int] = set()
     todo = [problem.writer[cell]]
@@ -187,8 +187,8 @@ def _sources(problem: Problem, cell: int) -> tuple[set[int], float]:
 def peak_floors(problem: Problem, order: Sequence[int]) -> Ints:
     """A lower bound on the peak after each number of drops, in this order; cheaper than the peak.
 
-    It counts what is there while captured ops run, where what is computed again is there from its
-    recomputation to its last use, and leaves out the recomputations themselves.
+    It counts the live bytes while captured ops run, with recomputed cells live from recomputation
+    to last use, but not while recomputations run.
     """
     floors = _Floors(problem)
     bounds = [floors.peak_bytes()]
@@ -199,10 +199,10 @@ def peak_floors(problem: Problem, order: Sequence[int]) -> Ints:
 
 
 class _Floors:
-    """The bytes at each captured op, brought up to date as cells are dropped one at a time.
+    """The live bytes at each captured op, updated as cells are dropped one at a time.
 
-    `runs_at` is the first op before which each forward op runs again; as more is dropped, it can
-    only move forward in the step. A cell that is dropped is there again from then on.
+    `runs_at` is the first op before which each forward op is recomputed; more drops can only make
+    it earlier. A dropped cell is live again from then on.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -230,7 +230,7 @@ class _Floors:
         return int(live.max(initial=0))
 
     def drop(self, cell: int) -> None:
-        """Free a cell in its gap, up to where it is first computed again."""
+        """Free a cell in its gap, up to where it is first recomputed."""
         problem = self.problem
         self.kept[cell] = False
         self.changes[problem.last_use[cell] + 1] -= problem.bytes[cell]

@@ -1,25 +1,26 @@
-"""The best schedule there is, for small steps: an integer program, solved to proven optimality.
+"""The optimal schedule of a small step: an integer program, solved to proven optimality.
 
-Time is cut into **stages**, one for each op that reads a cell across its gap (a reader). Before
-its reader runs, a stage may run any forward ops again, each once, in captured order: the program
-decides which. It ranges over everything that `lower` makes of any choices, and more: a cell may be
-let go and computed again at any stage, or computed early because it is cheap just then.
+After Checkmate (Jain et al., MLSys 2020). Time is divided into **stages**, one for each op that
+reads a cell across its gap (a reader). Before its reader, a stage may recompute any forward ops,
+each once, in captured order: the program decides which. Its solutions include everything that
+`lower` makes of any choices, and more: a cell may be freed and recomputed at any stage, or computed
+early because that is cheap.
 
 Variables, for a stage t, an op k and a cell c:
 
-    run[t, k]       1 if op k runs again in stage t, 0 if not
-    there[t, c]     c is there when stage t begins
-    until[t, c, k]  c is there until op k of stage t, which may read it
-    after[t, c]     c is there while the stage's own reader runs
+    run[t, k]       1 if op k is recomputed in stage t, else 0
+    there[t, c]     c is live when stage t begins
+    until[t, c, k]  c is live until op k of stage t, which may read it
+    after[t, c]     c is live while the stage's reader runs
 
     minimise  Σ time_k · run[t, k]
 
-such that what an op reads is there until it runs, and what the reader reads is there then; what
-is there until an op is there until the ones before it; what is there until the first was there when
-the stage began, or is made in it; what is there when a stage begins was there at the end of the one
-before. At every moment, what is there fits into the budget. For fixed integers the least values of
-all other variables are 0 or 1, so they need not be declared as integers; `after` is, as branching
-on what is held makes the search some ten times faster.
+subject to: an op's inputs are live until it runs, the reader's inputs while it runs; a cell that is
+live until an op is live until all earlier ones; a cell that is live until the first op was live
+when the stage began, or is made in it; a cell that is live when a stage begins was live at the end
+of the previous one; at every moment, the live bytes are within the budget. For fixed integers the
+least values of all other variables are 0 or 1, so they need not be declared integer; `after` is,
+since branching on it makes the search about ten times faster.
 """
 
 from __future__ import annotations
@@ -34,40 +35,47 @@ from rekindle.core.cost.profile import Profile
 from rekindle.core.graph.graph import StepGraph
 from rekindle.core.graph.schedule import Plan
 from rekindle.errors import InfeasibleBudget, PlanError
-from rekindle.planners.exact.lower_bursts import Bursts, lower_bursts
-from rekindle.planners.exact.milp import Program
+from rekindle.planners.exact.milp import IntegerProgram
 from rekindle.planners.finish import write_up
-from rekindle.planners.lowering import Lowered
+from rekindle.planners.lowering import Bursts, Lowered, lower_bursts
 from rekindle.planners.problem import Problem, problem_of
 
-MOST_DECISIONS = 500
+MAX_DECISIONS = 500
 
 
-def plan_ilp(graph: StepGraph, profile: Profile, budget_bytes: int) -> Plan:
+def plan_ilp(
+    graph: StepGraph, profile: Profile, budget_bytes: int, max_decisions: int = MAX_DECISIONS
+) -> Plan:
     """The plan that adds the least time within the budget, among all just-in-time schedules.
 
-    For small steps only: raises PlanError for a step with too many decisions.
+    Raises PlanError for a step with too many decisions.
     """
     problem = problem_of(graph, profile)
-    lowered = optimum(problem, budget_bytes)
+    lowered = optimum(problem, budget_bytes, max_decisions=max_decisions)
     return write_up(
-        problem,
-        survivors(problem, lowered),
         lowered,
+        survivors(problem, lowered),
         planner="ilp",
         budget_bytes=budget_bytes,
         bound_us=lowered.recompute_us,
     )
 
 
-def optimum(problem: Problem, budget_bytes: int | None, nodes: int | None = None) -> Lowered:
-    """What adds the least time within a budget; without one, what has the least peak.
+def optimum(
+    problem: Problem,
+    budget_bytes: int | None,
+    nodes: int | None = None,
+    max_decisions: int = MAX_DECISIONS,
+) -> Lowered:
+    """The plan that adds the least time within a budget; without one, that of the least peak.
 
-    Raises PlanError where the search is not over after so many nodes of its tree.
+    Raises PlanError if the search is not complete after so many nodes of its tree.
     """
-    if budget_bytes is not None and (found := cheapest_within(problem, budget_bytes, nodes)):
-        return found
-    model = _Model(problem)
+    if budget_bytes is not None:
+        found = cheapest_within(problem, budget_bytes, nodes, max_decisions)
+        if found is not None:
+            return found
+    model = _Model(problem, max_decisions)
     lowered = lower_bursts(problem, model.bursts(model.program.least_peak(nodes)))
     if budget_bytes is not None:
         raise InfeasibleBudget(budget_bytes=budget_bytes, least_peak_bytes=lowered.peak_bytes)
@@ -75,28 +83,31 @@ def optimum(problem: Problem, budget_bytes: int | None, nodes: int | None = None
 
 
 def cheapest_within(
-    problem: Problem, budget_bytes: int, nodes: int | None = None
+    problem: Problem,
+    budget_bytes: int,
+    nodes: int | None = None,
+    max_decisions: int = MAX_DECISIONS,
 ) -> Lowered | None:
-    """What adds the least time within a budget; None where nothing stays within it."""
+    """The plan that adds the least time within a budget; None if there is none."""
     lowered = lower_bursts(problem, ())
     if lowered.peak_bytes <= budget_bytes:
         return lowered
-    model = _Model(problem)
+    model = _Model(problem, max_decisions)
     while (found := model.program.cheapest_within(budget_bytes, nodes)) is not None:
         lowered = lower_bursts(problem, model.bursts(found))
         if lowered.peak_bytes <= budget_bytes:
             return lowered
-        model.program.forbid(found)  # it fits but for the solver's rounding
+        model.program.forbid(found)  # over the budget by the solver's rounding
     return None
 
 
 def n_decisions(problem: Problem) -> int:
-    """The size of the integer program: in how many places an op may run again."""
+    """The size of the integer program: the number of places where an op may be recomputed."""
     return sum(len(ops) for ops in _runnable(problem))
 
 
 def survivors(problem: Problem, lowered: Lowered) -> list[bool]:
-    """For each cell: whether its original is there whenever it is read across its gap."""
+    """For each cell: True if its original is live whenever it is read across its gap."""
     place = np.flatnonzero(lowered.copies == 0)
     end = {i.storage: i.end for i in lowered.instances if i.copy == 0}
     return [
@@ -107,39 +118,39 @@ def survivors(problem: Problem, lowered: Lowered) -> list[bool]:
 
 @dataclass
 class _Stage:
-    """The variables of one stage, by op and by cell, and the bytes at each of its ops."""
+    """The variables of one stage, by op and by cell, and the terms of the bytes at each op."""
 
     reader: int
     run: dict[int, int] = field(default_factory=dict)
     there: dict[int, int] = field(default_factory=dict)
     after: dict[int, int] = field(default_factory=dict)
     first: dict[int, int] = field(default_factory=dict)  # until the first reader, or `after`
-    bytes_at: dict[int, list[tuple[int, int]]] = field(default_factory=dict)  # by op: terms
+    bytes_at: dict[int, list[tuple[int, int]]] = field(default_factory=dict)  # by op
 
 
 class _Model:
     """The integer program of a step, stage by stage."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, max_decisions: int) -> None:
+        if (n := n_decisions(problem)) > max_decisions:
+            raise PlanError(
+                f"the planner ilp is for small steps: this one has {n} decisions, and "
+                f"{max_decisions} are the most it takes. Use the planner auto."
+            )
         self.problem = problem
-        self.program = Program()
+        self.program = IntegerProgram()
         self.first_write: dict[int, int] = {}  # by storage
         for cell, storage in enumerate(problem.storage):
             self.first_write.setdefault(storage, problem.writer[cell])
         self.last_use = dict(zip(problem.storage, problem.last_use, strict=True))
         useful, runnable = _useful_cells(problem), _runnable(problem)
-        if n_decisions(problem) > MOST_DECISIONS:
-            raise PlanError(
-                f"the planner ilp is for small steps: this one has {n_decisions(problem)} "
-                f"decisions, and {MOST_DECISIONS} are the most it takes. Use the planner auto."
-            )
         self.stages: list[_Stage] = []
         for (reader, _), ops in zip(problem.readers, runnable, strict=True):
             self.add_stage(reader, ops, useful[reader])
         self.add_captured_ops()
 
     def bursts(self, solution: Sequence[bool]) -> Bursts:
-        """The ops that run again, by reader, from the values of the variables."""
+        """The recomputed ops, by reader, from the values of the variables."""
         found = (
             (s.reader, [op for op, var in s.run.items() if solution[var]]) for s in self.stages
         )
@@ -151,17 +162,17 @@ class _Model:
         in_use = self.in_use_before(reader)
         for op in ops:
             stage.run[op] = program.decision(cost=problem.times[op])
-            besides = problem.workspaces[op] + sum(problem.sizes[s] for s in problem.also_makes[op])
-            stage.bytes_at[op] = [(stage.run[op], int(besides))]
+            extra = problem.workspaces[op] + sum(problem.sizes[s] for s in problem.also_makes[op])
+            stage.bytes_at[op] = [(stage.run[op], int(extra))]
         for cell in sorted(useful - in_use):
             if problem.writer[cell] < reader:
                 self.add_cell(stage, cell)
         for op in ops:
             products = [c for c in problem.writes[op] if c in stage.first]
             for cell in problem.writes[op]:
-                if cell not in stage.first:  # a by-product, which is let go at once
+                if cell not in stage.first:  # a by-product, freed at once
                     stage.bytes_at[op].append((stage.run[op], problem.bytes[cell]))
-            # Nothing is computed for nothing.
+            # An op is recomputed only if one of its results is used.
             program.at_most(0, [(stage.run[op], 1), *((stage.first[c], -1) for c in products)])
         waiting = self.bytes_in_use(reader, started_before=reader)
         for op in ops:
@@ -173,7 +184,7 @@ class _Model:
         self.stages.append(stage)
 
     def add_cell(self, stage: _Stage, cell: int) -> None:
-        """What is known of one cell in one stage, and the bytes it takes at each op there."""
+        """The constraints on one cell in one stage, and its bytes at each op of the stage."""
         problem, program = self.problem, self.program
         writer, nbytes, can_keep = problem.writer[cell], problem.bytes[cell], problem.can_keep[cell]
         made = None if problem.must_keep[cell] else stage.run.get(writer)
@@ -198,7 +209,7 @@ class _Model:
             program.at_most(0, [(later, 1), (earlier, -1)])
         at_writer = made
         if made is not None and there is not None:
-            at_writer = program.share()  # the copy made here, or the one that was there
+            at_writer = program.share()  # the copy made here, or the one live before
             program.at_most(0, [(made, 1), (at_writer, -1)])
             program.at_most(0, [(first, 1), (at_writer, -1)])
         passed = 0
@@ -215,7 +226,7 @@ class _Model:
                 stage.bytes_at[op].append((var, nbytes))
 
     def add_captured_ops(self) -> None:
-        """The memory at the ops that are no readers: what waits there for the next stage."""
+        """The memory at ops that are not readers: with the cells that live on to the next stage."""
         problem, stages = self.problem, iter([*self.stages, _Stage(self.problem.n_ops)])
         stage = next(stages)
         for op in range(problem.n_ops):
@@ -230,7 +241,7 @@ class _Model:
             self.program.peak_at(int(problem.base[op]) + self.bytes_in_use(op), waiting)
 
     def in_use_before(self, reader: int) -> set[int]:
-        """The cells that the forward pass holds when a stage begins, as it will use them later."""
+        """The cells that are live when a stage begins because forward ops will use them later."""
         held: dict[int, int] = {}
         for cell, storage in enumerate(self.problem.storage):
             if self.problem.writer[cell] < reader <= self.last_use[storage]:
@@ -238,7 +249,7 @@ class _Model:
         return set(held.values())
 
     def bytes_in_use(self, op: int, started_before: int | None = None) -> int:
-        """The bytes of the storages that the forward pass is using at an op."""
+        """The bytes of the storages that are live at an op for forward ops."""
         limit = op + 1 if started_before is None else started_before
         return sum(
             int(self.problem.sizes[storage])
@@ -248,7 +259,7 @@ class _Model:
 
 
 def _useful_cells(problem: Problem) -> dict[int, set[int]]:
-    """For each reader: the cells that can serve it or a later one, itself or as a source."""
+    """For each reader: the cells that it or a later one needs, directly or as a source."""
     found: dict[int, set[int]] = {}
     useful: set[int] = set()
     for reader, cells in reversed(problem.readers):
@@ -265,7 +276,7 @@ def _useful_cells(problem: Problem) -> dict[int, set[int]]:
 
 
 def _runnable(problem: Problem) -> list[list[int]]:
-    """For each reader: the ops that may run again before it, and compute something of use."""
+    """For each reader: the ops that may be recomputed before it, to some use."""
     return [
         sorted(
             {
@@ -279,5 +290,5 @@ def _runnable(problem: Problem) -> list[list[int]]:
 
 
 def _changes(problem: Problem, op: int, cell: int) -> bool:
-    """Whether an op writes the next version of a cell's storage."""
+    """True if an op writes the next version of a cell's storage."""
     return any(problem.storage[c] == problem.storage[cell] for c in problem.writes[op])
