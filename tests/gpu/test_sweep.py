@@ -20,7 +20,7 @@ RUN = "from rekindle.studies.sweep_case import main; main()"
 
 
 def run(folder: Path, **how: Any) -> dict[str, Any]:
-    """The record of a case, run in a process of its own, as caps are for good."""
+    """The record of a case, run in its own process, since memory caps cannot be lifted."""
     case = Case(model="resnet-tiny", steps=2, precision="bf16", cap_bytes=CAP_BYTES, **how)
     path = folder / case.file_name
     command = [sys.executable, "-c", RUN, json.dumps(asdict(case)), str(path)]

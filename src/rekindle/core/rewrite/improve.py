@@ -30,7 +30,7 @@ from rekindle.core.graph.graph import (
 from rekindle.core.graph.liveness import analyze
 
 _FORWARD = (Phase.FORWARD, Phase.LOSS)
-_MOST_UPDATES = 16  # calls of the optimizer in one step: each costs a few launches
+MAX_UPDATES = 16  # calls of the optimizer in one step: each costs a few launches
 _FIXED_BYTES = 64  # of what an optimizer needs beside: so much does not depend on the size
 _MOST_GROUPS = 16  # of ops of one kind that are done together: more of them wait less
 _SMALL_BYTES = 1 << 20  # what these may make at once, however little all of them make
@@ -192,7 +192,11 @@ def _held(graph: StepGraph) -> list[int]:
 
 
 def update_early(
-    graph: StepGraph, updates: Sequence[Update], optimizer_ops: Collection[int]
+    graph: StepGraph,
+    updates: Sequence[Update],
+    optimizer_ops: Collection[int],
+    *,
+    max_updates: int = MAX_UPDATES,
 ) -> StepGraph:
     """The same step with the optimizer's ops replaced by updates, each where it first can be.
 
@@ -204,7 +208,7 @@ def update_early(
     after = _places(graph, updates, gone)
     order = sorted(range(len(updates)), key=lambda i: after[i])
     sizes = [graph.storages[graph.values[u.grad].storage].nbytes for u in updates]
-    at_once = sum(sizes) / (_MOST_UPDATES - 1)  # the last one is what is left over
+    at_once = sum(sizes) / (max_updates - 1)  # the last one is what is left over
     groups: dict[int, list[Update]] = {}  # by the op after which they come
     waiting: list[int] = []
     for index in order:
