@@ -1,20 +1,18 @@
-"""The compiled planned step against eager, checkpoints and `torch.compile`, on a GPU, in one run.
+"""Benchmarks the compiled planned step against eager, checkpointing and `torch.compile`, on a GPU.
 
     python benchmarks/compiled.py --out FILE [--case NAME]
 
-Each case runs in a process of its own, and so does each peer. For each budget, a share of the peak
-of the plain step or of `torch.compile`'s: peak, reserved memory and time of the planned step,
-beside the forecast and the peers' in the same run. `setup` measures the time from the call of
-`optimize` to the end of the first step, with an empty compile cache and again in a new process with
-a full one; `equal` compares every bit of a planned training with an unplanned one, both compiled.
+Each case and each peer runs in its own process. Budgets are shares of the peak of the plain step or
+of `torch.compile`. For each, the rows have the peak, reserved memory and time of the planned step,
+the forecast, and the peers of the same run. `setup` measures the time from the call of `optimize`
+to the end of the first step, with an empty compile cache and again in a new process with a full
+one; `equal` compares every bit of a planned training with an unplanned one, both compiled.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -22,8 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from common import write
-from steps import DEVICE, apart, built, figures, planned, share_bytes
+from steps import DEVICE, apart, built, figures, planned, run_alone, run_each_apart, share_bytes
 
 import rekindle
 from rekindle.measuring.timing import measure
@@ -31,7 +28,7 @@ from rekindle.studies.peers import checkpoint_every_block
 
 
 class Case(NamedTuple):
-    """A model, whose peak budgets are shares of, and what share of its time a budget may take."""
+    """A model, the peer that budgets and times are relative to, and the target time by budget."""
 
     model: str
     batch: int
@@ -68,7 +65,7 @@ def run_case(name: str) -> Iterator[dict[str, Any]]:
     case = CASES[name]
     head = {"case": name, "model": case.model, "batch": case.batch}
     found = {}
-    for way in PEERS:  # each apart: what is compiled holds on to its model
+    for way in PEERS:  # each in its own process: compiled code keeps its model alive
         found[way] = apart(__file__, "--peer", way, "--case", name)
         yield {**head, "way": way, **found[way]}
     reference = found[case.against]
@@ -84,7 +81,7 @@ def run_case(name: str) -> Iterator[dict[str, Any]]:
 
 
 def peer(name: str, way: str) -> dict[str, Any]:
-    """The step as others run it."""
+    """The step of a peer: plain, compiled or checkpointed."""
     train_step, model, optimizer, batch = built(CASES[name].model, CASES[name].batch)
     if way == "torch.compile":
         model = torch.compile(model)
@@ -131,7 +128,7 @@ def first_step() -> None:
 
 
 def equal(name: str, batch: int, budget: str) -> dict[str, Any]:
-    """Whether a planned training ends with the unplanned one's bits, both compiled."""
+    """True in `equal` if planned and unplanned training end with the same bits, both compiled."""
     torch.use_deterministic_algorithms(True)
     try:
         parts = built(name, batch)
@@ -167,23 +164,10 @@ def main() -> None:
     if given.first_step:
         first_step()
         return
-    rows: list[dict[str, Any]] = []
     if given.alone:
-        for row in _rows(given.case[0]):
-            rows.append(row)
-            write(given.out, "compiled", rows)  # a run that is stopped leaves what it has
-            print(json.dumps({k: v for k, v in row.items() if k in _SHOWN}), flush=True)
-        return
-    for case in given.case:
-        out = given.out.with_suffix(f".{case}.json")
-        command = [sys.executable, __file__, "--alone", "--case", case, "--out", str(out)]
-        done = subprocess.run(command, check=False)
-        if out.exists():
-            rows += json.loads(out.read_text())["cases"]
-            out.unlink()
-        if done.returncode:
-            rows.append({"case": case, "failed": done.returncode})
-        write(given.out, "compiled", rows)
+        run_alone("compiled", _rows(given.case[0]), given.out, _SHOWN)
+    else:
+        run_each_apart(__file__, "compiled", given.case, given.out)
 
 
 if __name__ == "__main__":

@@ -1,29 +1,25 @@
-"""The planned step against the plain one and checkpoints, on a GPU: peaks and times in one run.
+"""Benchmarks the planned step against the plain one and checkpointing, on a GPU.
 
     python benchmarks/planned.py --out FILE [--case NAME] [--engine python cudagraph]
 
-Each case runs in a process of its own. For each budget, a share of the plain step's measured peak:
-the peak, reserved memory and time of the planned step, beside the forecast and the plain step's in
-the same run. Then the same without a budget, and of the small batch with the least budget there is;
-and the time from the call of `optimize` to the end of the first step. `zoo` compares the step
-without a budget with the plain one for every model of the zoo; `equal` trains a few steps under
-deterministic algorithms and compares every bit.
+Each case runs in its own process. Budgets are shares of the plain step's measured peak. For each,
+the rows have the peak, reserved memory and time of the planned step, the forecast, and the plain
+step of the same run. Further rows are without a budget, for the small batch with the least feasible
+budget, and the time from the call of `optimize` to the end of the first step. `zoo` compares the
+step without a budget with the plain one for every model of the zoo; `equal` trains a few steps
+under deterministic algorithms and compares every bit.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import write
-from steps import DEVICE, built, figures, planned, settle, share_bytes
+from steps import DEVICE, built, figures, planned, run_alone, run_each_apart, settle, share_bytes
 
 import rekindle
 from rekindle import models
@@ -35,7 +31,7 @@ CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "bert-large_b32": ("bert-large", 32, ("75%", "64%", "48%", "40%", "35%")),
     "bert-large_b8": ("bert-large", 8, ("90%", "76%", "60%")),
 }
-# The most time, of the plain step's, that a case may take at a budget.
+# The time that a case may take at a budget, at most, relative to the plain step.
 TARGETS = {
     "resnet152_b128": {"75%": 0.99, "60%": 1.04, "49%": 1.09, "40%": 1.18},
     "bert-large_b32": {"64%": 1.08, "48%": 1.15, "40%": 1.24},
@@ -63,7 +59,7 @@ def run_case(case: str, engines: list[str]) -> Iterator[dict[str, Any]]:
     share = round(reserved / plain.peak_bytes, 4)
     yield {**head, "way": "plain", **figures(plain), "reserved_of_peak": share}
     settle()
-    parts = built(name, batch)  # anew: where optimizer state lies would be the plain step's doing
+    parts = built(name, batch)  # new: the plain step has placed its optimizer state
     captured = rekindle.capture(*parts)
     start = time.perf_counter()
     profile = rekindle.profile(captured, cache=False)
@@ -91,19 +87,8 @@ def run_case(case: str, engines: list[str]) -> Iterator[dict[str, Any]]:
 
 
 _SHOWN = (
-    *(
-        "way",
-        "model",
-        "equal",
-        "seconds",
-        "case",
-        "budget",
-        "updates",
-        "engine",
-        "reason",
-        "peak_of_plain",
-        "time_of_plain",
-    ),
+    *("way", "model", "equal", "seconds", "case", "budget", "updates", "engine", "reason"),
+    *("peak_of_plain", "time_of_plain"),
     *("holds", "forecast_peak_ratio", "forecast_time_ratio", "reserved_of_peak", "target"),
 )
 
@@ -158,7 +143,7 @@ def without_budget(name: str, batch: int) -> dict[str, Any]:
 
 
 def equal(name: str, batch: int, budget: str, engine: str) -> dict[str, Any]:
-    """Whether a planned training ends with the plain one's bits."""
+    """True in `equal` if a planned training ends with the plain one's bits."""
     torch.use_deterministic_algorithms(True)
     try:
         work = models.build(name, batch=batch, precision="bf16", device="cuda")
@@ -185,24 +170,9 @@ def main() -> None:
     parser.add_argument("--alone", action="store_true", help="one case, in this process")
     given = parser.parse_args()
     if given.alone:
-        rows: list[dict[str, Any]] = []
-        for row in _rows(given.case[0], given.engine):
-            rows.append(row)
-            write(given.out, "planned", rows)  # a run that is stopped leaves what it has
-            shown = {key: value for key, value in row.items() if key in _SHOWN}
-            print(json.dumps(shown), flush=True)
-        return
-    rows = []
-    for case in given.case:
-        out = given.out.with_suffix(f".{case}.json")
-        command = [sys.executable, __file__, "--alone", "--case", case, "--out", str(out)]
-        done = subprocess.run([*command, "--engine", *given.engine], check=False)
-        if out.exists():
-            rows += json.loads(out.read_text())["cases"]
-            out.unlink()
-        if done.returncode:
-            rows.append({"case": case, "failed": done.returncode})
-        write(given.out, "planned", rows)
+        run_alone("planned", _rows(given.case[0], given.engine), given.out, _SHOWN)
+    else:
+        run_each_apart(__file__, "planned", given.case, given.out, "--engine", *given.engine)
 
 
 def _rows(case: str, engines: list[str]) -> Iterator[dict[str, Any]]:

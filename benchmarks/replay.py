@@ -1,10 +1,10 @@
-"""The captured step against the plain function: time and peak memory, in one run.
+"""Benchmarks the captured step against the plain function: time and peak memory, in one run.
 
     python benchmarks/replay.py [--out FILE] [--rounds N] [--case NAME]
 
-Plain and captured steps run in turns on the same model, so that whatever else the machine does hits
-both. The ratio of times is the median over rounds of the ratio of medians; peaks are of
-`torch.cuda.max_memory_allocated` (on the CPU there is none).
+Plain and captured steps alternate on the same model, so that other load on the machine affects
+both. The ratio of times is the median over rounds of the ratio of medians; peaks are those of
+`torch.cuda.max_memory_allocated` (there is none on the CPU).
 """
 
 from __future__ import annotations

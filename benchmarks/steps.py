@@ -1,4 +1,4 @@
-"""What benchmarks of steps on a GPU share: how they are built and measured, and their figures."""
+"""What benchmarks of steps on a GPU share: building and measuring them, one case a process."""
 
 from __future__ import annotations
 
@@ -9,30 +9,31 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-from common import ROOT
+from common import ROOT, write
 
 sys.path.insert(0, str(ROOT / "src"))
 
 import rekindle
 from rekindle import models
-from rekindle.engines.cudagraph.graph_engine import CudaGraphEngine
 from rekindle.measuring.timing import Measurement, measure
 
 DEVICE = torch.device("cuda")
 
 
 def built(name: str, batch: int) -> Any:
-    """A model of the zoo as (train_step, model, optimizer, batch), with nothing else around."""
+    """A model of the zoo as (train_step, model, optimizer, batch), on an otherwise empty GPU."""
     settle()
     work = models.build(name, batch=batch, precision="bf16", device="cuda")
     return work.train_step, work.model, work.optimizer, work.batch
 
 
 def settle() -> None:
-    """What was there before must not count: drop it, and let the allocator forget it."""
+    """Free all garbage and the allocator's cache, so that they do not count."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -48,17 +49,17 @@ def figures(found: Measurement) -> dict[str, Any]:
 
 
 def share_bytes(budget: str | int | None, of_bytes: int) -> int | None:
-    """A budget in bytes; text is a share."""
+    """A budget in bytes; text is a share of `of_bytes`."""
     if isinstance(budget, str):
         return int(float(budget.rstrip("%")) / 100 * of_bytes)
     return budget
 
 
 def apart(script: str, *arguments: str, env: dict[str, str] | None = None) -> dict[str, Any]:
-    """What a script prints as JSON in its last line, run in a process of its own.
+    """What a script prints as JSON in its last line, run in its own process.
 
-    The process has its imports done already, unless it gets variables of its own. While it works,
-    the next one does them: a GPU's time is dear.
+    Unless it needs other environment variables, the process is one that has done its imports
+    already, while the previous one was running: GPU time is expensive.
     """
     if env is None:
         process = _waiting.pop() if _waiting else _wait()
@@ -77,6 +78,30 @@ def apart(script: str, *arguments: str, env: dict[str, str] | None = None) -> di
     return dict(json.loads(lines[-1]))
 
 
+def run_alone(name: str, rows: Iterator[dict[str, Any]], out: Path, shown: Sequence[str]) -> None:
+    """Write the rows of one case as they come, so that a stopped run leaves what it has."""
+    found: list[dict[str, Any]] = []
+    for row in rows:
+        found.append(row)
+        write(out, name, found)
+        print(json.dumps({key: row[key] for key in row if key in shown}), flush=True)
+
+
+def run_each_apart(script: str, name: str, cases: Sequence[str], out: Path, *options: str) -> None:
+    """Run each case of a benchmark in its own process, and collect the rows."""
+    rows: list[dict[str, Any]] = []
+    for case in cases:
+        part = out.with_suffix(f".{case}.json")
+        command = [sys.executable, script, "--alone", "--case", case, "--out", str(part), *options]
+        done = subprocess.run(command, check=False)
+        if part.exists():
+            rows += json.loads(part.read_text())["cases"]
+            part.unlink()
+        if done.returncode:
+            rows.append({"case": case, "failed": done.returncode})
+        write(out, name, rows)
+
+
 _IMPORTED = ("torchvision.models", "transformers.models.bert.modeling_bert", "torch._inductor")
 _WAIT = f"""
 import contextlib, importlib, json, runpy, sys
@@ -93,7 +118,7 @@ _waiting: list[subprocess.Popen[str]] = []
 
 
 def _wait() -> subprocess.Popen[str]:
-    """A process that waits to be told what to run."""
+    """A process that has done its imports and waits for a script to run."""
     pipe = subprocess.PIPE
     return subprocess.Popen(
         [sys.executable, "-c", _WAIT], stdin=pipe, stdout=pipe, stderr=pipe, text=True
@@ -109,7 +134,7 @@ def _end_waiting() -> None:
 def planned(
     parts: Any, within: int | None, engine: str, profile: Any
 ) -> tuple[rekindle.TrainStep, Measurement, dict[str, Any]]:
-    """A step within a budget: itself, what it takes, and its row, forecast beside measured."""
+    """A step within a budget, its measurement, and a row with the forecast next to it."""
     settle()
     start = time.perf_counter()
     costs = None if within is None else profile
@@ -121,12 +146,11 @@ def planned(
     runs = step.captured.first.engine
     reserved = torch.cuda.memory_reserved()
     found = measure(lambda: step(parts[3]), device=DEVICE, steps=8, warmup=1)
-    is_graphed = isinstance(runs, CudaGraphEngine)
-    peak = max(found.peak_bytes, runs.peak_bytes if is_graphed else 0)
+    peak = max(found.peak_bytes, runs.peak_bytes)
     row = {
         "way": "planned",
         "engine": engine,
-        "reason": runs.reason if is_graphed else "no graphs",
+        "reason": getattr(runs, "reason", "no graphs"),
         "budget_bytes": step.budget_bytes,
         "holds": within is None or peak <= within,
         "optimize_s": round(seconds, 2),

@@ -20,7 +20,7 @@ from rekindle.errors import RekindleError
 from rekindle.measuring.peak_monitor import PeakMonitor
 from rekindle.measuring.timing import resident_tensors
 from rekindle.pipeline import PlannedStep, PlanRequest, Variant, device_of, prepare_step, replan
-from rekindle.rewriting.early_updates import is_one_by_one
+from rekindle.rewriting.step_forms import updates_independently
 from rekindle.tracing import batch_tree, user_line
 from rekindle.tracing.guard import signature
 from rekindle.tracing.preconditions import Checks
@@ -277,7 +277,8 @@ class CapturedStep:
 
 def _state_of(variant: Variant) -> list[torch.Tensor] | None:
     """The tensors of the model and optimizer; None if they are not as they were captured."""
-    if variant.engine.program.is_early and not is_one_by_one(variant.recording.state.optimizer):
+    optimizer = variant.recording.state.optimizer
+    if variant.engine.program.is_early and not updates_independently(optimizer):
         variant.guard.reason = "there are hooks on the optimizer's steps now"
         return None
     return variant.guard.fetch()

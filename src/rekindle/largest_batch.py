@@ -40,7 +40,7 @@ from rekindle.core.cost.roofline import analytic_profile
 from rekindle.core.graph.graph import Phase, Role, StepGraph
 from rekindle.core.graph.schedule import Plan
 from rekindle.core.graph.simulate import ROLES, Trace, simulate
-from rekindle.engines.gc_pause import collected_later
+from rekindle.engines.gc_pause import gc_paused
 from rekindle.errors import InfeasibleBudget, PlanError, ProfileError
 from rekindle.measuring.measure import measured_profile
 from rekindle.pipeline import CapturedCosts, plan_within
@@ -243,7 +243,7 @@ class _Search:
         self.tell("searching the largest batch of the plain step")
         plain = self._largest_plain()
         quick = None
-        with collected_later():  # planners allocate many objects and few cycles
+        with gc_paused():  # planners allocate many objects and few cycles
             self.tell("searching the largest batch of a planned step")
             planned = self._largest_planned()
             if plain is not None and (planned is None or planned.batch < plain.batch):

@@ -23,7 +23,7 @@ from rekindle.core.graph.schedule import Plan, schedule_of
 from rekindle.core.graph.simulate import ROLES, simulate
 from rekindle.core.rewrite.improve import carry_over
 from rekindle.engines.engine import Engine
-from rekindle.engines.expandable_segments import growing_for
+from rekindle.engines.expandable_segments import expandable_segments_for
 from rekindle.engines.program import Program
 from rekindle.engines.select_engine import EngineFactory
 from rekindle.errors import InfeasibleBudget, PlanError
@@ -272,8 +272,8 @@ def build_engine(
     schedule = plan.schedule if plan else tuple(schedule_of(form, None))
     rewritten = rewrite(recording, form, schedule)
     check_rewritten(recording, form, rewritten, schedule)
-    growing = growing_for(plan.peak_bytes, device) if plan and device else None
-    program = Program(recording, rewritten, _optimizer_bytes(form, planned), growing)
+    segments = expandable_segments_for(plan.peak_bytes, device) if plan and device else None
+    program = Program(recording, rewritten, _optimizer_bytes(form, planned), segments)
     return engines.build(program, form, plan, profile)
 
 

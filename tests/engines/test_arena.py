@@ -1,6 +1,6 @@
-"""Steering, on paper: results of ops on the CPU get addresses in a model of CUDA's allocator.
+"""Steering of captures, emulated: CPU tensors get addresses in a model of CUDA's allocator.
 
-Whether CUDA's own allocator does as the model does is for tests/gpu to see.
+tests/gpu checks that CUDA's own allocator behaves like the model.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from support.square_step import square_step as train_step
-from support.uncompiled import grouped, no_compiler, run_in_parts
+from support.uncompiled import grouped, no_compiler, run_uncompiled
 from torch import fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
@@ -24,10 +24,12 @@ from torch.utils.checkpoint import checkpoint
 import rekindle
 from rekindle.core.memory.allocator_steering import PAGE_BYTES, REST_BYTES, Arena
 from rekindle.engines import select_engine
-from rekindle.engines.cudagraph import arena
-from rekindle.engines.cudagraph.arena import Counts
-from rekindle.engines.cudagraph.graph_engine import CudaGraphEngine, Graph
-from rekindle.engines.inductor.group_compiler import Fused
+from rekindle.engines.cudagraph.arena import MemoryStats
+from rekindle.engines.cudagraph.graph_engine import (
+    CudaGraphEngine,
+    CudaGraphOptions,
+)
+from rekindle.engines.inductor.group_compiler import CompiledGroup
 from rekindle.measuring.bitwise_compare import compare
 
 MIB = 1 << 20
@@ -35,7 +37,7 @@ MIB = 1 << 20
 Parts = tuple[Callable[..., Any], nn.Module, torch.optim.Optimizer, Any]
 
 
-class PaperPool:
+class EmulatedPool:
     """A pool in which every new tensor of the CPU gets an address, as CUDA's allocator would."""
 
     id = (0, 1)
@@ -45,12 +47,12 @@ class PaperPool:
         self.model = Arena({})
         self.plugs: set[int] = set()
         self.peak_bytes = 0
-        self.most_bytes = 0  # that were in use, plugs not counted
-        self.library_address = -1
+        self.most_bytes = 0  # the peak without plugs
+        self.cublas_address = -1
         self.held: dict[int, tuple[StorageWeakRef, int]] = {}  # by storage
 
     def serve(self, nbytes: int) -> int:
-        self.let_go()
+        self.free_expired()
         address = self.model.allocate(nbytes)
         if address is None:
             start = 1000 * MIB * (1 + len(self.model.segments))
@@ -67,14 +69,14 @@ class PaperPool:
         self.most_bytes = max(self.most_bytes, self.model.taken_bytes - in_plugs)
         return address
 
-    def let_go(self) -> None:
+    def free_expired(self) -> None:
         for key, (storage, address) in list(self.held.items()):
             if storage.expired():
                 self.model.free(address)
                 del self.held[key]
 
     def made(self, tensor: torch.Tensor) -> None:
-        """An op has made a tensor; it may have asked for more."""
+        """An op has made a tensor; it may have allocated more."""
         storage = tensor.untyped_storage()
         if storage.nbytes() > REST_BYTES:
             temporary = self.serve_an_op(3 * MIB) if self.habit == "temporaries first" else None
@@ -107,48 +109,48 @@ class PaperPool:
         return 4096
 
     def blocks(self) -> tuple[dict[int, int], dict[int, int]]:
-        self.let_go()
+        self.free_expired()
         return self.model.segments, self.model.taken
 
-    def counts(self) -> Counts:
-        self.let_go()
+    def stats(self) -> MemoryStats:
+        self.free_expired()
         wrong = len(self.held) if self.habit == "miscounts" else 0
         large_bytes = self.model.taken_bytes + wrong
-        return Counts(large_bytes, large_bytes, self.peak_bytes)
+        return MemoryStats(large_bytes, large_bytes, self.peak_bytes)
 
     def reset_peak(self) -> None:
         self.peak_bytes = self.model.taken_bytes
 
-    def library_bytes(self) -> int:
+    def cublas_workspace_bytes(self) -> int:
         return 8 * MIB
 
-    def take_library(self) -> None:
-        self.library_address = self.serve_an_op(8 * MIB)
+    def allocate_cublas_workspace(self) -> None:
+        self.cublas_address = self.serve_an_op(8 * MIB)
 
     def address_of(self, tensor: torch.Tensor) -> int:
         storage = tensor.untyped_storage()
         return self.held[storage._cdata][1] if storage._cdata in self.held else 0
 
 
-class PaperMemory:
-    """Counters that tell of the same workspace for every op, and of nothing else."""
+class EmulatedMeter:
+    """A meter that shows the same workspace for every op, and nothing else."""
 
     def __init__(self, workspace_bytes: int) -> None:
         self.workspace_bytes = workspace_bytes
         self.n_asked = 0
 
-    def counts(self) -> Counts:
+    def stats(self) -> MemoryStats:
         self.n_asked += 1
-        return Counts(100 * MIB, 90 * MIB, 100 * MIB + self.workspace_bytes)
+        return MemoryStats(100 * MIB, 90 * MIB, 100 * MIB + self.workspace_bytes)
 
     def reset_peak(self) -> None:
-        """There is nothing to forget."""
+        """Nothing to reset."""
 
 
 class Watching(TorchDispatchMode):
-    """Tells a pool of every tensor that is made."""
+    """Tells a pool of every new tensor."""
 
-    def __init__(self, pool: PaperPool) -> None:
+    def __init__(self, pool: EmulatedPool) -> None:
         super().__init__()
         self.pool = pool
 
@@ -166,7 +168,7 @@ def map_tensors(values: Any) -> list[torch.Tensor]:
 
 
 class Once:
-    """Work that was done when it was captured: it can be replayed once, for that step."""
+    """Work that ran when it was captured: it can be replayed once, for that step."""
 
     def __init__(self) -> None:
         self.n_replays = 0
@@ -177,31 +179,31 @@ class Once:
 
 
 class SteeredPlayer:
-    """Captures by running, which frees what it frees; all parts in one pool."""
+    """Captures by running the code; all parts in one pool."""
 
     device_type = "cpu"
 
     def __init__(self, habit: str, workspace_bytes: int = 0) -> None:
-        self.pool = PaperPool(habit)
-        self.counters = PaperMemory(workspace_bytes)
+        self.pool = EmulatedPool(habit)
+        self.counters = EmulatedMeter(workspace_bytes)
         self.n_captures = 0
         self.peak = 0
         self.steered: Any = None
 
-    def memory(self) -> PaperMemory:
+    def memory_meter(self) -> EmulatedMeter:
         return self.counters
 
     def capture(
         self, run: Callable[[], list[Any]], generators: list[torch.Generator], steered: Any
-    ) -> tuple[Graph, list[Any]]:
+    ) -> tuple[Any, list[Any]]:
         if not self.n_captures:
-            steered.start(self.pool)
+            steered.prepare(self.pool)
         self.n_captures += 1
         with steered.steering(self.pool), Watching(self.pool):
             results = run()
-        if self.pool.library_address >= 0:  # the library's memory is cleared after every capture
-            self.pool.model.free(self.pool.library_address)
-            self.pool.library_address = -1
+        if self.pool.cublas_address >= 0:  # the library's memory is cleared after every capture
+            self.pool.model.free(self.pool.cublas_address)
+            self.pool.cublas_address = -1
         self.peak = max(self.peak, steered.peak_bytes)
         self.steered = steered
         return Once(), results
@@ -211,7 +213,7 @@ class SteeredPlayer:
 
 
 class Wide(nn.Module):
-    """Activations of several sizes, all of them large ones."""
+    """Large activations of several sizes."""
 
     def __init__(self, *, cut: bool = False) -> None:
         super().__init__()
@@ -227,12 +229,16 @@ class Wide(nn.Module):
         return x
 
 
-def use(recorder: SteeredPlayer, monkeypatch: pytest.MonkeyPatch) -> None:
+def use(
+    recorder: SteeredPlayer,
+    monkeypatch: pytest.MonkeyPatch,
+    options: CudaGraphOptions | None = None,
+) -> None:
     """Have every step that is made run from what this captures."""
     monkeypatch.setattr(
         select_engine.EngineFactory,
         "build",
-        lambda self, program, *known: CudaGraphEngine(program, recorder, *known),
+        lambda self, program, *known: CudaGraphEngine(program, recorder, *known, options=options),
     )
 
 
@@ -249,6 +255,7 @@ def steer(
     cut: bool = False,
     n_rows: int = 16384,
     workspace_bytes: int = 0,
+    options: CudaGraphOptions | None = None,
     **how: Any,
 ) -> tuple[SteeredPlayer, CudaGraphEngine]:
     """Two steps, the second captured and steered; they compute what plain steps do.
@@ -256,7 +263,7 @@ def steer(
     The first seems to need a workspace for every op.
     """
     recorder = SteeredPlayer(habit, workspace_bytes)
-    use(recorder, monkeypatch)
+    use(recorder, monkeypatch, options)
     made: list[rekindle.TrainStep] = []
 
     def make() -> Parts:
@@ -280,7 +287,7 @@ def test_a_steered_step_stays_in_its_arena(
 ) -> None:
     recorder, engine = steer(monkeypatch, "behaves", budget=budget)
     if budget:
-        arranged = engine._known[1]
+        arranged = engine.plan
         assert arranged is not None
         assert arranged.recompute_us > 0
     (arena_bytes,) = recorder.pool.model.segments.values()
@@ -292,17 +299,16 @@ def test_a_steered_step_stays_in_its_arena(
 @pytest.mark.parametrize(
     "habit", ["temporaries first", "keeps blocks", "has no room", "miscounts", "cannot reserve"]
 )
-def test_an_allocator_that_does_otherwise_does_no_harm(
+def test_an_unexpected_allocator_does_no_harm(
     habit: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(arena, "_MOST_MISMATCHES", 12)
     with caplog.at_level(logging.INFO, logger="rekindle"):
-        recorder, _ = steer(monkeypatch, habit)
+        recorder, _ = steer(monkeypatch, habit, options=CudaGraphOptions(max_mismatches=12))
     if habit == "cannot reserve":
-        assert "there is no room in one piece" in caplog.text
+        assert "there is no contiguous room" in caplog.text
     else:
         assert recorder.peak == recorder.pool.most_bytes
-    assert ("not steered any more" in caplog.text) == (habit in ("has no room", "miscounts"))
+    assert ("no longer steered" in caplog.text) == (habit in ("has no room", "miscounts"))
 
 
 def test_steering_goes_on_from_part_to_part(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,13 +319,13 @@ def test_steering_goes_on_from_part_to_part(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_step_without_large_tensors_is_not_steered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PaperPool, "library_bytes", lambda self: 0)
+    monkeypatch.setattr(EmulatedPool, "cublas_workspace_bytes", lambda self: 0)
     recorder, _ = steer(monkeypatch, "behaves", n_rows=64)
     assert recorder.pool.model.segments == {}
 
 
 class Twofold(nn.Module):
-    """One group of ops makes two large things of different sizes, for two products."""
+    """One group of ops returns two large tensors of different sizes, for two matmuls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -332,48 +338,50 @@ class Twofold(nn.Module):
 
 
 @pytest.mark.parametrize("order", [[], [0, 1], [1, 0]])
-def test_results_are_expected_as_code_asks_for_them(
+def test_results_are_expected_in_the_order_of_allocation(
     order: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(SteeredPlayer("behaves", 0), monkeypatch)
     monkeypatch.setattr(select_engine.EngineFactory, "prepare", lambda self, given: grouped(given))
     model = Twofold()
 
-    def compile_and_watch(self: Fused) -> None:
-        run_in_parts(self)
+    def compile_and_watch(self: CompiledGroup) -> None:
+        run_uncompiled(self)
         self.order = order
 
-    with no_compiler(), mock.patch.object(Fused, "compile", compile_and_watch):
+    with no_compiler(), mock.patch.object(CompiledGroup, "compile", compile_and_watch):
         parts = train_step, model, torch.optim.SGD(model.parameters(), lr=0.1)
         step = rekindle.optimize(*parts, torch.randn(16384, 32))
     engine = step.captured.first.engine
     assert isinstance(engine, CudaGraphEngine)
-    assert engine._steered is not None
-    needs = engine._steered._needs
-    found = [[needs._nbytes[i] for i in pieces] for pieces in needs.pieces_of.values()]
+    assert engine.steered is not None
+    requests = engine.steered.requests
+    found = [
+        [requests.requests[i].nbytes for i in blocks] for blocks in requests.blocks_of.values()
+    ]
     pair = next(sizes for sizes in found if len(sizes) == 2)
     singles, doubles = 16384 * 32 * 4, 16384 * 32 * 8
     assert pair == ([doubles, singles] if order == [1, 0] else [singles, doubles])
 
 
 def workspaces_of(engine: CudaGraphEngine) -> dict[fx.Node, int]:
-    """What captured nodes are known to need beside their results, where it is 3 MiB."""
-    assert engine._steered is not None
-    needs = engine._steered._needs
+    """The known workspaces of captured nodes that are 3 MiB."""
+    assert engine.steered is not None
+    blocks_of, requests = engine.steered.requests.blocks_of, engine.steered.requests.requests
     return {
-        node: needs._nbytes[piece]
-        for node, pieces in needs.pieces_of.items()
-        for piece in pieces
-        if needs._nbytes[piece] == 3 * MIB and needs._start[piece] == needs._end[piece]
+        node: requests[block].nbytes
+        for node, blocks in blocks_of.items()
+        for block in blocks
+        if requests[block].nbytes == 3 * MIB and requests[block].start == requests[block].end
     }
 
 
 def nodes_of(engine: CudaGraphEngine) -> set[fx.Node]:
-    assert engine._steered is not None
-    return engine._steered._needs.nodes
+    assert engine.steered is not None
+    return engine.steered.requests.nodes
 
 
-def test_workspaces_of_the_first_step_become_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workspaces_of_the_first_step_become_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     unseen, _ = steer(monkeypatch, "temporaries last")
     assert len(unseen.pool.model.segments) > 1
     recorder, engine = steer(monkeypatch, "temporaries last", workspace_bytes=3 * MIB)
@@ -386,33 +394,33 @@ def test_workspaces_of_the_first_step_become_pieces(monkeypatch: pytest.MonkeyPa
     assert asked == 2 * len(nodes_of(engine)) + 1
 
 
-def test_small_workspaces_are_no_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_workspaces_are_no_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder, engine = steer(monkeypatch, "behaves", workspace_bytes=REST_BYTES)
     assert recorder.counters.n_asked > 0
-    assert engine._steered is not None
-    assert engine._steered._needs.pieces_of.keys() < nodes_of(engine)
+    assert engine.steered is not None
+    assert engine.steered.requests.blocks_of.keys() < nodes_of(engine)
 
 
-def test_with_a_profile_nothing_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_a_profile_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder, engine = steer(monkeypatch, "behaves", workspace_bytes=3 * MIB, budget="80%")
     assert recorder.counters.n_asked == 0
     assert not workspaces_of(engine)
 
 
-def test_a_first_step_that_fails_is_watched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_first_step_that_fails_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = SteeredPlayer("behaves", workspace_bytes=3 * MIB)
     use(recorder, monkeypatch)
     parts = wide_parts()
     step = rekindle.optimize(*parts)
-    counts, left = recorder.counters.counts, iter(range(20))
+    stats, left = recorder.counters.stats, iter(range(20))
 
-    def failing() -> Counts:
+    def failing() -> MemoryStats:
         if next(left, None) is None:
             raise RuntimeError("in the middle")
-        return counts()
+        return stats()
 
     with monkeypatch.context() as patch:
-        patch.setattr(recorder.counters, "counts", failing)
+        patch.setattr(recorder.counters, "stats", failing)
         with pytest.raises(RuntimeError, match="in the middle"):
             step(parts[3])
     for _ in range(2):
@@ -422,8 +430,8 @@ def test_a_first_step_that_fails_is_watched_again(monkeypatch: pytest.MonkeyPatc
     assert workspaces_of(engine).keys() == nodes_of(engine)
 
 
-def test_the_peak_of_a_watched_step_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Watching has the allocator forget it."""
+def test_the_peak_of_a_measured_step_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measuring resets the allocator's peak."""
     recorder = SteeredPlayer("behaves", workspace_bytes=3 * MIB)
     use(recorder, monkeypatch)
     parts = wide_parts()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,26 +12,29 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from support.random_modules import CHANNELS, SIDE, WIDTH, bodies
 from support.uncompiled import (
     Form,
     Parts,
     assert_close,
+    decomposed,
     grouped,
     grouped_for_gpu,
-    normal,
     recorded,
     train,
 )
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from tracing.test_random_modules import CHANNELS, SIDE, WIDTH, bodies
 
 from rekindle.engines.inductor import decompositions
-from rekindle.engines.inductor.decompose import normalized
+from rekindle.engines.inductor.decompose import decompose
+from rekindle.engines.inductor.matmul_padding import PaddingOptions
 from rekindle.measuring.bitwise_compare import State
 
 aten = torch.ops.aten
-FORMS = [normal, grouped, grouped_for_gpu]
+FORMS = [decomposed, grouped, grouped_for_gpu]
+PAD_ALL = PaddingOptions(min_flops=1)
+padded_for_gpu = partial(grouped_for_gpu, padding=PAD_ALL)
 
 
 def square(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> Tensor:
@@ -219,14 +223,14 @@ def test_a_model_in_eval_mode(form: Form) -> None:
 
 def test_batch_norms_find_statistics_once() -> None:
     recording = recorded(model_parts("convolutions"))
-    names = [call.node.target.__name__ for call in normal(recording).tape.calls]
+    names = [call.node.target.__name__ for call in decomposed(recording).tape.calls]
     assert names.count("batch_statistics") == names.count("normalized") == 3
     assert not any("native_batch_norm" in name for name in names)
 
 
 def test_convolutions_have_channels_last_on_a_gpu_and_nobody_else_sees() -> None:
     """Strides of gradients and results are compared by `assert_close`; these are inside."""
-    recording = normalized(recorded(model_parts("convolutions")), for_gpu=True)
+    recording = decompose(recorded(model_parts("convolutions")), for_gpu=True)
     metas = recording.tape.metas
     convolved = [c for c in recording.tape.calls if c.node.target is aten.convolution.default]
     assert len(convolved) == 3
@@ -264,7 +268,7 @@ def test_random_modules(body: tuple[nn.Module, tuple[int, ...]], form: Form) -> 
     trains_the_same(make, form, rtol=1e-6, atol=1e-7)
 
 
-# What is written over, and who looks at it
+# In-place writes and views of what is written
 
 
 def view_sees_a_later_write(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -493,7 +497,7 @@ STEPS = [clips, clips_one_by_one, accumulates, leaves_gradients, updates_twice, 
 
 
 def equal_gradients(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Both weights have the same gradient, and each one of its own."""
+    """Both weights have equal gradients, in separate memory."""
     return torch.tanh(x @ (a * 1.0) + x @ (b * 1.0)).relu()
 
 
@@ -533,7 +537,7 @@ def test_gradients_that_are_cleared_every_second_time(form: Form) -> None:
 
 
 class Dropped(nn.Module):
-    """Multiplies by a weight and drops: what is dropped shows in the gradient."""
+    """A weight and dropout: the mask shows in the gradient."""
 
     def __init__(self, p: float, how: str) -> None:
         super().__init__()
@@ -594,7 +598,7 @@ def test_states_that_the_step_sets_give_the_masks_they_always_gave(form: Form) -
 
 @pytest.mark.parametrize("form", FORMS)
 def test_dropout_that_is_not_compiled_draws_as_ever(form: Form) -> None:
-    """What follows the optimizer is not, so that its masks cannot come from seeds."""
+    """Calls after the optimizer are not compiled, so that their masks cannot come from seeds."""
 
     def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> Any:
         loss = (batch * model.weight).sum()
@@ -647,17 +651,16 @@ def sums(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> Any:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_padded_products(monkeypatch: pytest.MonkeyPatch, bias: bool) -> None:
+def test_padded_matmuls(bias: bool) -> None:
     """Every number is exact, so that they are the same."""
-    monkeypatch.setattr("rekindle.engines.inductor.matmul_padding._WORTH_FLOPS", 1)
 
     def make() -> Parts:
         model = Vocabulary(bias)
         batch = whole_numbers(9, 6), torch.randint(-1, 2, (9, 13)).bfloat16()
         return sums, model, torch.optim.SGD(model.parameters(), lr=0.0), [batch]
 
-    trains_the_same(make, grouped_for_gpu, steps=2, rtol=0, atol=0)
-    recording = normalized(recorded(make()), for_gpu=True)
+    trains_the_same(make, padded_for_gpu, steps=2, rtol=0, atol=0)
+    recording = decompose(recorded(make()), for_gpu=True, padding=PAD_ALL)
     tape = recording.tape
     products = [c for c in tape.calls if c.node.target in (aten.mm.default, aten.addmm.default)]
     assert len(products) == 7
@@ -667,9 +670,8 @@ def test_padded_products(monkeypatch: pytest.MonkeyPatch, bias: bool) -> None:
         assert all(side % 8 == 0 for side in sides)
 
 
-def test_other_products_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_matmuls_are_left_alone() -> None:
     """Of a tensor with itself; with a bias of another shape; with factors."""
-    monkeypatch.setattr("rekindle.engines.inductor.matmul_padding._WORTH_FLOPS", 1)
 
     class Odd(nn.Module):
         def __init__(self) -> None:
@@ -687,7 +689,7 @@ def test_other_products_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         model = Odd()
         return square, model, momentum(model), [whole_numbers(5, 5)]
 
-    trains_the_same(make, grouped_for_gpu, steps=1, rtol=0.05, atol=0.05)
+    trains_the_same(make, padded_for_gpu, steps=1, rtol=0.05, atol=0.05)
 
 
 @pytest.mark.parametrize("reduction", [0, 1, 2])

@@ -1,4 +1,4 @@
-"""When a step runs in segments that grow, with an allocator that only says what it is told."""
+"""When a step uses expandable segments; the allocator is emulated."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import rekindle
 from rekindle import pipeline
 from rekindle.engines import select_engine
 from rekindle.engines.cudagraph.graph_engine import CudaGraphEngine
-from rekindle.engines.expandable_segments import Growing, growing_for
+from rekindle.engines.expandable_segments import ExpandableSegments, expandable_segments_for
 from rekindle.measuring.meters import available_bytes, release_cached_memory
 
 GPU = torch.device("cuda", 0)
@@ -25,7 +25,7 @@ ON, OFF = "expandable_segments:True", "expandable_segments:False"
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the allocator is told."""
+    """The settings that the allocator is given."""
     settings: list[str] = []
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append)
     return settings
@@ -33,7 +33,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """What a GPU's allocator says."""
+    """The answers of a GPU's allocator."""
     says = SimpleNamespace(
         backend="native", free=400, total=1000, fraction=1.0, reserved=100, allocated=50
     )
@@ -56,7 +56,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize(
-    ("changed", "peak_bytes", "grows"),
+    ("changed", "peak_bytes", "is_used"),
     [
         ({}, 400, False),  # 500 bytes are there for it
         ({}, 401, True),
@@ -66,15 +66,15 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         ({"settings": {"expandable_segments": True}}, 500, False),
     ],
 )
-def test_segments_grow_where_memory_is_short(
-    changed: dict[str, Any], peak_bytes: int, grows: bool, gpu: SimpleNamespace
+def test_segments_are_expandable_if_memory_is_short(
+    changed: dict[str, Any], peak_bytes: int, is_used: bool, gpu: SimpleNamespace
 ) -> None:
     vars(gpu).update(changed)
-    assert (growing_for(peak_bytes, GPU) is not None) is grows
+    assert (expandable_segments_for(peak_bytes, GPU) is not None) is is_used
 
 
 def test_the_cpu_has_no_segments() -> None:
-    assert growing_for(1 << 60, torch.device("cpu")) is None
+    assert expandable_segments_for(1 << 60, torch.device("cpu")) is None
     release_cached_memory(torch.device("cpu"))
 
 
@@ -82,13 +82,13 @@ def test_the_cpu_has_no_segments() -> None:
 def test_other_settings_are_told_again(gpu: SimpleNamespace, told: list[str]) -> None:
     kept = "max_split_size_mb:64,roundup_power2_divisions:[256:1,512:2]"
     gpu.settings["PYTORCH_CUDA_ALLOC_CONF"] = f"{kept},expandable_segments:False"
-    growing = growing_for(500, GPU)
-    assert growing is not None
+    segments = expandable_segments_for(500, GPU)
+    assert segments is not None
     seen = []
-    with suppress(RuntimeError), growing():
-        seen.append(growing.is_on)
+    with suppress(RuntimeError), segments():
+        seen.append(segments.is_on)
         raise RuntimeError
-    assert [*seen, growing.is_on] == [True, False]
+    assert [*seen, segments.is_on] == [True, False]
     assert told == [f"{kept},{ON}", f"{kept},{OFF}"]
 
 
@@ -103,7 +103,7 @@ def test_torch_does_as_it_is_told() -> None:
     kept = "max_split_size_mb:64, expandable_segments:False"
     try:
         torch._C._accelerator_setAllocatorSettings(kept)
-        with Growing(kept)():
+        with ExpandableSegments(kept)():
             assert settings() == (True, 64 << 20)
         assert settings() == (False, 64 << 20)
     finally:
@@ -117,9 +117,9 @@ def test_a_large_cache_is_given_back(reserved: int, emptied: int, gpu: SimpleNam
     assert gpu.emptied == emptied
 
 
-def planned(monkeypatch: pytest.MonkeyPatch, growing: Growing) -> tuple[Any, ...]:
-    """A planned step that memory is said to be short for, and its parts."""
-    monkeypatch.setattr(pipeline, "growing_for", lambda peak_bytes, device: growing)
+def planned(monkeypatch: pytest.MonkeyPatch, segments: ExpandableSegments) -> tuple[Any, ...]:
+    """A planned step that is short of memory, and its parts."""
+    monkeypatch.setattr(pipeline, "expandable_segments_for", lambda peak_bytes, device: segments)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -127,11 +127,13 @@ def planned(monkeypatch: pytest.MonkeyPatch, growing: Growing) -> tuple[Any, ...
     return rekindle.optimize(train_step, model, optimizer, batch, budget="100%"), optimizer, batch
 
 
-def test_code_grows_in_every_step(monkeypatch: pytest.MonkeyPatch, told: list[str]) -> None:
-    growing = Growing("")
-    step, optimizer, batch = planned(monkeypatch, growing)
+def test_code_uses_expandable_segments_in_every_step(
+    monkeypatch: pytest.MonkeyPatch, told: list[str]
+) -> None:
+    segments = ExpandableSegments("")
+    step, optimizer, batch = planned(monkeypatch, segments)
     seen: list[bool] = []
-    optimizer.register_step_pre_hook(lambda *given: seen.append(growing.is_on))
+    optimizer.register_step_pre_hook(lambda *given: seen.append(segments.is_on))
     for _ in range(3):
         step(batch)
     assert told == [ON, OFF] * 3
@@ -139,33 +141,33 @@ def test_code_grows_in_every_step(monkeypatch: pytest.MonkeyPatch, told: list[st
 
 
 class Watching(Player):
-    """Notes whether segments grow while graphs are captured."""
+    """Notes whether segments are expandable while graphs are captured."""
 
-    def __init__(self, growing: Growing) -> None:
+    def __init__(self, segments: ExpandableSegments) -> None:
         super().__init__()
-        self.growing = growing
+        self.segments = segments
         self.seen: list[bool] = []
 
     def capture(self, *given: Any) -> Any:
-        self.seen.append(self.growing.is_on)
+        self.seen.append(self.segments.is_on)
         return super().capture(*given)
 
 
 @pytest.mark.parametrize("fails_at", [-1, 0])
-def test_graphs_are_captured_where_nothing_grows(
+def test_graphs_are_captured_without_expandable_segments(
     fails_at: int, monkeypatch: pytest.MonkeyPatch, told: list[str]
 ) -> None:
-    growing = Growing("")
-    player = Watching(growing)
+    segments = ExpandableSegments("")
+    player = Watching(segments)
     player.fails_at = fails_at
     monkeypatch.setattr(
         select_engine.EngineFactory,
         "build",
         lambda self, program, *known: CudaGraphEngine(program, player, *known),
     )
-    step, optimizer, batch = planned(monkeypatch, growing)
+    step, optimizer, batch = planned(monkeypatch, segments)
     in_optimizer: list[bool] = []
-    optimizer.register_step_pre_hook(lambda *given: in_optimizer.append(growing.is_on))
+    optimizer.register_step_pre_hook(lambda *given: in_optimizer.append(segments.is_on))
     step(batch)
     assert told == [ON, OFF]  # the one part that is to be captured
     step(batch)

@@ -1,4 +1,4 @@
-"""What becomes one compiled call, and what stays by itself."""
+"""Which calls are fused into groups, and which stay calls of their own."""
 
 from __future__ import annotations
 
@@ -8,104 +8,25 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.uncompiled import Parts, assert_close, grouped, no_compiler, recorded, train
+from support.fused_steps import aten, fused_step, groups, images, targets, transformer
+from support.uncompiled import Parts, assert_close, grouped, train
 from torch import Tensor, nn
 
 from rekindle.core.graph.graph import Role
 from rekindle.engines.inductor import decompositions
-from rekindle.engines.inductor.decompose import normalized
 from rekindle.engines.inductor.fusibility import is_simple
-from rekindle.engines.inductor.fusion_groups import fused
-from rekindle.engines.inductor.group_compiler import Fused, Fusing
+from rekindle.engines.inductor.group_compiler import CompiledGroup
 from rekindle.measuring.bitwise_compare import differences
 from rekindle.tracing.lift import lift
-from rekindle.tracing.tape import Call, Recording
-
-aten = torch.ops.aten
-WIDTH = 16
-
-
-class Block(nn.Module):
-    """Attention and two layers, with dropout, as transformers have them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first_norm, self.second_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.queries = nn.Linear(WIDTH, 3 * WIDTH)
-        self.output = nn.Linear(WIDTH, WIDTH)
-        self.wide = nn.Linear(WIDTH, 2 * WIDTH)
-        self.narrow = nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, _ = x.shape
-        parts = self.queries(self.first_norm(x)).view(batch, length, 3, 2, WIDTH // 2)
-        query, key, value = parts.permute(2, 0, 3, 1, 4)
-        found = F.scaled_dot_product_attention(query, key, value).transpose(1, 2)
-        x = x + F.dropout(self.output(found.reshape(x.shape)), 0.1, self.training)
-        y = F.gelu(self.wide(self.second_norm(x)))
-        return x + F.dropout(self.narrow(y), 0.1, self.training)
-
-
-class Convolutions(nn.Module):
-    def __init__(self, depth: int) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(3, 8, 3, padding=1)
-        self.layers = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(depth))
-        self.norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(depth))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for layer, norm in zip(self.layers, self.norms, strict=True):
-            x = F.relu(norm(layer(x)) + x, inplace=True)
-        return x.mean((2, 3))
-
-
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> Tensor:
-    loss = F.cross_entropy(model(batch[0]), batch[1])
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
-
-
-def transformer(depth: int = 2) -> Parts:
-    blocks = [Block() for _ in range(depth)]
-    model = nn.Sequential(*blocks, nn.Flatten(), nn.Linear(5 * WIDTH, 3))
-    optimizer = torch.optim.AdamW(model.parameters())
-    return train_step, model, optimizer, [(torch.randn(32, 5, WIDTH), torch.randint(0, 3, (32,)))]
-
-
-def images(depth: int = 2) -> Parts:
-    model = Convolutions(depth)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return train_step, model, optimizer, [(torch.randn(16, 3, 6, 6), torch.randint(0, 8, (16,)))]
-
 
 MODELS: dict[str, Callable[..., Parts]] = {"transformer": transformer, "images": images}
-
-
-def fused_step(parts: Parts) -> tuple[Recording, Fusing]:
-    fusing = Fusing()
-    with no_compiler():
-        return fused(normalized(recorded(parts), for_gpu=False), fusing), fusing
-
-
-def groups(recording: Recording) -> list[Call]:
-    return [call for call in recording.tape.calls if isinstance(call.node.target, Fused)]
-
-
-def targets(call: Call) -> list[Any]:
-    """What a compiled call does."""
-    assert isinstance(call.node.target, Fused)
-    graph = call.node.target.on_fakes.graph
-    return [node.target for node in graph.nodes if node.op == "call_function"]
 
 
 LIBRARY = ("mm", "addmm", "bmm", "convolution", "attention", "embedding")
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_a_library_does_stays_a_call_of_its_own(name: str) -> None:
+def test_library_calls_stay_calls_of_their_own(name: str) -> None:
     recording, _ = fused_step(MODELS[name]())
     inside = [target.__name__ for call in groups(recording) for target in targets(call)]
     outside = [call.node.name for call in recording.tape.calls if call not in groups(recording)]
@@ -121,7 +42,7 @@ def test_little_is_left_beside_it(name: str) -> None:
     last = max(index for index, call in enumerate(recording.tape.calls) if call.in_backward)
     for call, op in zip(recording.tape.calls[:last], graph.ops, strict=False):
         is_library = any(word in call.node.name for word in LIBRARY)
-        is_compiled = isinstance(call.node.target, Fused)
+        is_compiled = isinstance(call.node.target, CompiledGroup)
         is_alone = call.writes or call.is_random or is_simple(call.node.target)
         assert is_library or is_compiled or op.is_view or is_alone, call.node
 
@@ -135,7 +56,7 @@ def test_equal_layers_have_equal_functions(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_groups_never_mix_forward_and_backward(name: str) -> None:
-    """What is of the backward pass needs a gradient; what is not comes before any."""
+    """Backward groups depend on a gradient; forward groups come before any."""
     recording, _ = fused_step(MODELS[name]())
     grads = {n for c in recording.tape.calls if c.in_backward for n in c.results}
     for call in groups(recording):
@@ -157,7 +78,7 @@ def test_no_mask_is_kept_for_the_backward_pass(name: str) -> None:
 
 
 def test_what_costs_no_more_to_compute_than_to_read_is_computed_again() -> None:
-    """Of all that a chain makes, only what it starts from is kept: a product's result."""
+    """Of a pointwise chain, only its input is kept: a matmul's result."""
 
     class Chain(nn.Module):
         def __init__(self) -> None:
@@ -200,7 +121,7 @@ def test_sums_over_rows_of_what_a_product_reads_are_separate() -> None:
 
 
 def writes_between(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> Tensor:
-    """What is written is a buffer, and somebody reads it before and after."""
+    """A buffer is written to, and read before and after."""
     hidden = model[0](batch)
     before = torch.tanh(hidden + model.scale)
     with torch.no_grad():
@@ -278,7 +199,7 @@ def test_random_draws_keep_their_order() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_plan_changes_no_bit(name: str) -> None:
-    """What is computed again is the same code on the same numbers, masks included."""
+    """Recomputed groups are the same code on the same numbers, masks included."""
 
     def trained(**how: Any) -> dict[str, Any]:
         torch.manual_seed(0)
@@ -289,7 +210,7 @@ def test_a_plan_changes_no_bit(name: str) -> None:
 
 
 def test_no_chain_is_too_long() -> None:
-    """What is computed again is bounded, for the compiler's sake and the recursion's."""
+    """The number of recomputed calls is bounded, for the compiler and for the recursion."""
 
     class Chain(nn.Module):
         def __init__(self) -> None:

@@ -20,14 +20,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from engines.test_fusion_groups import Block, Convolutions
-from support.uncompiled import assert_close, run_in_parts
+from support.fused_steps import Block, Convolutions
+from support.uncompiled import assert_close, run_uncompiled
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import rekindle
 from rekindle.engines.inductor import group_compiler
-from rekindle.engines.inductor.group_compiler import Fused
+from rekindle.engines.inductor.group_compiler import CompiledGroup
 from rekindle.measuring.bitwise_compare import Parts, State, differences, state_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch's compiler, about itself
@@ -87,7 +87,7 @@ MODELS: dict[str, Callable[[], Parts]] = {
 
 @dataclass(frozen=True)
 class Trained:
-    """A training: what it returned and left, and what came of the step it was done with."""
+    """A training: its results and final state, and the step that it used."""
 
     state: State
     step: rekindle.TrainStep | None
@@ -139,17 +139,19 @@ def check_near_the_plain_step(name: str, rtol: float) -> None:
 
 
 def check_forms(name: str) -> None:
-    """Each result is a tensor of its own, of the shape, strides and type that fakes have had."""
+    """Each result has its own memory, and the shape, strides and dtype of the fake tensor."""
     step = trained(name).step
     assert step is not None
     fusing = step.captured._engines._compiler
     assert fusing is not None
     assert fusing.functions
     for function in fusing.functions:
-        given = [group_compiler._empty(form).zero_() for form in function._forms]
+        given = [group_compiler.empty_tensor(spec).zero_() for spec in function.specs]
         made = function(*given)
         with FakeTensorMode():
-            told = function.on_fakes(*(group_compiler._empty(form) for form in function._forms))
+            told = function.on_fakes(
+                *(group_compiler.empty_tensor(spec) for spec in function.specs)
+            )
         assert [(t.shape, t.stride(), t.dtype) for t in made] == [
             (t.shape, t.stride(), t.dtype) for t in told
         ]
@@ -178,7 +180,7 @@ def test_layers_in_short_numbers() -> None:
 
 
 class Dropped(nn.Module):
-    """What is dropped shows in the result, and in the gradient."""
+    """The mask shows in the result, and in the gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -236,16 +238,20 @@ def test_what_is_equal_is_compiled_once() -> None:
     """In a step, among its layers; in a process, among steps."""
     names: list[str] = []
 
-    def count(function: Fused) -> None:
+    def count(function: CompiledGroup) -> None:
         names.append(function.__name__)
-        run_in_parts(function)
+        run_uncompiled(function)
 
     with (
-        mock.patch.object(Fused, "compile", count),
-        mock.patch.object(group_compiler, "_compiled", {}),
+        mock.patch.object(CompiledGroup, "compile", count),
+        mock.patch.object(group_compiler, "compiled_groups", {}),
     ):
         step = rekindle.optimize(*text(), engine="inductor")
-        calls = [c for c in step.captured.recording.tape.calls if isinstance(c.node.target, Fused)]
+        calls = [
+            c
+            for c in step.captured.recording.tape.calls
+            if isinstance(c.node.target, CompiledGroup)
+        ]
         assert len(names) == len(set(names))
         assert len(calls) > 2 * len(names)
         n_compiled = len(names)
@@ -254,15 +260,15 @@ def test_what_is_equal_is_compiled_once() -> None:
 
 
 def test_without_a_compiler_it_is_the_plain_step(caplog: pytest.LogCaptureFixture) -> None:
-    def fail(function: Fused) -> None:
+    def fail(function: CompiledGroup) -> None:
         raise RuntimeError("no C++ compiler was found\nand so on")
 
     plain = trained("layers", engine=None).state
     torch.manual_seed(0)
     step_function, model, optimizer, batch = layers()
     with (
-        mock.patch.object(Fused, "compile", fail),
-        mock.patch.object(group_compiler, "_compiled", {}),
+        mock.patch.object(CompiledGroup, "compile", fail),
+        mock.patch.object(group_compiler, "compiled_groups", {}),
         caplog.at_level(logging.WARNING, logger="rekindle"),
     ):
         parts = (step_function, model, optimizer, batch)

@@ -1,15 +1,16 @@
-"""What compiled groups write over, and what they make late rather than keep."""
+"""Which inputs compiled groups overwrite, and which values they compute late."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from engines.test_fusion_groups import fused_step, groups, images, targets, train_step, transformer
+from support.fused_steps import fused_step, groups, images, targets, train_step, transformer
 from support.uncompiled import (
     Parts,
     assert_close,
@@ -26,8 +27,9 @@ from rekindle.core.graph.graph import OpKind, Role
 from rekindle.engines.inductor import decompositions
 from rekindle.engines.inductor.always_recompute import AlwaysRecomputed
 from rekindle.engines.inductor.call_index import CallIndex
-from rekindle.engines.inductor.decompose import normalized
-from rekindle.engines.inductor.recording_builder import Builder
+from rekindle.engines.inductor.decompose import decompose
+from rekindle.engines.inductor.matmul_padding import PaddingOptions
+from rekindle.engines.inductor.recording_builder import RecordingBuilder
 from rekindle.rewriting.multi_tensor import cast
 from rekindle.tracing.lift import lift
 
@@ -46,18 +48,18 @@ def test_the_gradient_of_a_loss_lies_over_the_logits() -> None:
     (loss,) = [
         call for call in groups(recording) if decompositions.scores_gradient in targets(call)
     ]
-    (place,) = loss.writes
-    maker = next(call for call in recording.tape.calls if place in call.results)
+    (overwritten,) = loss.writes
+    maker = next(call for call in recording.tape.calls if overwritten in call.results)
     assert maker.node.target is aten.addmm.default
     assert loss.results == []
-    readers = [c.node.target for c in recording.tape.calls if place in c.node.all_input_nodes]
-    assert aten.mm.default in readers  # the gradient's, in the logits' place
+    readers = [c.node.target for c in recording.tape.calls if overwritten in c.node.all_input_nodes]
+    assert aten.mm.default in readers  # of the gradient, in the logits' memory
     assert_close(train(classifier(), grouped), train(classifier(), None))
 
 
-def test_so_it_does_where_the_product_was_padded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU, in half precision: 498 columns become 504, and the place has as many."""
-    monkeypatch.setattr("rekindle.engines.inductor.matmul_padding._WORTH_FLOPS", 1)
+def test_so_it_does_where_the_matmul_was_padded() -> None:
+    """On a GPU, in half precision: 498 columns become 504, and so many are overwritten."""
+    padded = partial(grouped_for_gpu, padding=PaddingOptions(min_flops=1))
 
     def make() -> Parts:
         step, model, _, (batch,) = classifier(498)
@@ -66,12 +68,12 @@ def test_so_it_does_where_the_product_was_padded(monkeypatch: pytest.MonkeyPatch
         return step, model, optimizer, [(batch[0].bfloat16(), batch[1])]
 
     with no_compiler():
-        recording = grouped_for_gpu(recorded(make()))
+        recording = padded(recorded(make()))
     (loss,) = [
         call for call in groups(recording) if decompositions.scores_gradient in targets(call)
     ]
     assert [recording.tape.metas[node].shape for node in loss.writes] == [(16, 504)]
-    assert_close(train(make(), grouped_for_gpu), train(make(), grouped), rtol=0.05, atol=0.01)
+    assert_close(train(make(), padded), train(make(), grouped), rtol=0.05, atol=0.01)
 
 
 class Bent(torch.autograd.Function):
@@ -137,7 +139,7 @@ def test_what_two_results_follow_from_is_not_written_over() -> None:
 
 
 def test_an_activation_function_is_computed_again_beside_its_gradient() -> None:
-    """What it returned is for the forward pass alone."""
+    """Its result is used in the forward pass only."""
     recording, _ = fused_step(transformer())
     graph = lift(recording)
     again = [call for call in groups(recording) if aten.gelu.default in targets(call)]
@@ -150,9 +152,9 @@ def test_an_activation_function_is_computed_again_beside_its_gradient() -> None:
 
 def test_nothing_is_made_late_where_its_readers_come_first() -> None:
     """A convolution's gradients come together, and that of its weight needs its input."""
-    recording = normalized(recorded(images()), for_gpu=False)
-    units = CallIndex(recording.tape, Builder(recording).calls())
-    assert AlwaysRecomputed(units, set()).late == {}
+    recording = decompose(recorded(images()), for_gpu=False)
+    step = CallIndex(recording.tape, RecordingBuilder(recording).calls())
+    assert AlwaysRecomputed(step, set()).late == {}
 
 
 def test_what_the_step_returns_is_not_made_late() -> None:

@@ -9,7 +9,7 @@ import torch
 from support.uncompiled import Parts, assert_close, grouped_for_gpu, no_compiler, recorded, train
 from torch import Tensor, nn
 
-from rekindle.engines.inductor.decompose import normalized
+from rekindle.engines.inductor.decompose import decompose
 from rekindle.tracing.tape import Tape
 
 aten = torch.ops.aten
@@ -39,7 +39,7 @@ class Convolves(nn.Module):
 
 
 def convolves(dims: int, channels: int = 3, layout: Any = None, **how: Any) -> Parts:
-    """Small whole numbers: sums are exact in whatever order."""
+    """Small whole numbers: sums are exact in any order."""
     draw = torch.Generator().manual_seed(0)
     model = Convolves(dims, channels, **how).bfloat16()
     for parameter in model.parameters():
@@ -65,7 +65,7 @@ def _whole(shape: Any, draw: torch.Generator) -> Tensor:
 
 def normal(parts: Parts) -> Tape:
     with no_compiler():
-        return normalized(recorded(parts), for_gpu=True).tape
+        return decompose(recorded(parts), for_gpu=True).tape
 
 
 def n_convolutions(tape: Tape) -> int:
@@ -108,8 +108,8 @@ def test_windows_are_copied_once() -> None:
         {"kernel_size": 4, "stride": 4, "padding": 2},
         {"kernel_size": 2, "stride": 2, "dilation": 2},
         {"kernel_size": 3, "stride": 3},  # leaves a part of the picture out
-        {"kernel_size": 1, "stride": 1},  # a product as it is
-        {"kernel_size": 2, "stride": 2, "channels": 8},  # fast as it is
+        {"kernel_size": 1, "stride": 1},  # a matmul already
+        {"kernel_size": 2, "stride": 2, "channels": 8},  # fast already
         {"kernel_size": 2, "stride": 2, "channels": 2, "groups": 2},
     ],
 )

@@ -16,14 +16,14 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import Phase as HypothesisPhase
 from hypothesis import strategies as st
+from support.random_modules import CHANNELS, OPTIMIZERS, SIDE, WIDTH, bodies
 from support.square_step import square_step
+from support.zoo_steps import ZOO, zoo_parts
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
-from tracing.test_random_modules import CHANNELS, OPTIMIZERS, SIDE, WIDTH, bodies
 
 import rekindle
-from rekindle import models
 from rekindle.core.cost.devices import find_device
 from rekindle.core.cost.profile import Profile
 from rekindle.core.cost.roofline import analytic_profile
@@ -38,15 +38,6 @@ CPU = torch.device("cpu")
 STEPS = 2
 SHARES = (50, 70, 90)  # per cent of the plain peak; the tightest first
 
-# Small, but with batches so large that half of the plain peak is enough.
-ZOO: dict[str, dict[str, int]] = {
-    "mlp": {"batch": 2048, "features": 16, "hidden": 64, "layers": 8},
-    "lstm": {"batch": 160, "sequence": 5, "hidden": 16, "vocab": 16},
-    "resnet-tiny": {"batch": 16, "image": 32, "width": 4, "blocks": 3},
-    "bert-tiny": {"batch": 16, "sequence": 16, "hidden": 16, "vocab": 32},
-    "gpt2-tiny": {"batch": 16, "sequence": 16, "hidden": 16, "vocab": 16},
-    "vit-tiny": {"batch": 16, "image": 16, "hidden": 16, "layers": 4},
-}
 CASES = [
     *((name, "fp32", planner) for name in ZOO for planner in PLANNERS),
     ("bert-tiny", "bf16", "chen-recursive"),
@@ -68,7 +59,7 @@ def _quick_collections() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Subject:
-    """A step to plan, what it costs, and what plain training makes of it."""
+    """A step to plan, its profile, and the results of plain training."""
 
     make: Callable[[], Parts]
     graph: StepGraph
@@ -120,18 +111,13 @@ def steady_profile(captured: rekindle.CapturedStep) -> Profile:
     return replace(measured, costs=tuple(replace(m, time_us=a.time_us) for m, a in pairs))
 
 
-def zoo_parts(name: str, precision: str) -> Parts:
-    work = models.build(name, precision=precision, **ZOO[name])
-    return work.train_step, work.model, work.optimizer, work.batch
-
-
 @cache
 def zoo_subject(name: str, precision: str) -> Subject:
     return subject_of(lambda: zoo_parts(name, precision))
 
 
 def run_planned(subject: Subject, **asked: Any) -> Outcome:
-    """Train as `optimize` has it, asked for a budget with a planner, or for a plan."""
+    """Train with `optimize`, given a budget and a planner, or a plan."""
     train_step, *objects = subject.make()
     step = rekindle.optimize(train_step, *objects, profile=subject.profile, **asked)
     state, peak = trained(step, objects)
@@ -141,7 +127,7 @@ def run_planned(subject: Subject, **asked: Any) -> Outcome:
 
 
 def is_refused(subject: Subject, planner: str, budget: int) -> rekindle.PlanError:
-    """What `optimize` raises for a budget that a planner does not meet; it changes nothing."""
+    """The error that `optimize` raises for a budget a planner cannot meet; nothing changes."""
     train_step, *objects = subject.make()
     before = state_of(*objects[:2])
     with pytest.raises(rekindle.PlanError) as caught:
@@ -198,7 +184,7 @@ def test_every_planner_within_every_budget(name: str, precision: str, planner: s
 
 
 def test_verify_says_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a profile of its own, whose times are measured, and the usual planner."""
+    """With measured times, and the default planner."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     found = rekindle.verify(*zoo_parts("gpt2-tiny", "fp32"), budget="60%", steps=2)
     assert found.equal
@@ -206,7 +192,7 @@ def test_verify_says_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert found.captured_peak_bytes <= found.budget_bytes < 0.61 * found.plain_peak_bytes
 
 
-# Modules that nobody thought of
+# Random modules
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")
@@ -271,7 +257,7 @@ def test_random_modules_within_random_budgets(
     assert found.differences == []
 
 
-# What runs: no op more than the plan says, and the same random numbers
+# No op runs that is not planned, and random numbers are the same
 
 
 def n_flops(run: Callable[[], Any]) -> int:

@@ -1,4 +1,4 @@
-"""A step met with something new is captured anew, kept beside the others, and stays bit-equal."""
+"""A step is captured again for new shapes and modes; all captures stay bit-equal."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_training_and_evaluation_mode() -> None:
 
 @pytest.mark.parametrize("kept_in", ["variable", "dict"])
 def test_mode_of_a_module_outside_the_model(kept_in: str) -> None:
-    """A teacher that the step refers to, in whatever way, has a mode as well."""
+    """A teacher model that the step refers to has a mode as well."""
     teacher = nn.Sequential(nn.Linear(6, 3), nn.Dropout(0.5))
     teachers = {"first": teacher}
 
@@ -334,7 +334,7 @@ def test_a_step_that_switches_to_training_mode_itself(starts_in_training_mode: b
 
 
 def test_a_step_that_freezes_a_layer_itself() -> None:
-    """What the step does to `requires_grad` is either replayed or refused."""
+    """Changes of `requires_grad` by the step are either replayed or refused."""
 
     def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> Any:
         loss = classify(model, optimizer, batch)

@@ -235,7 +235,9 @@ def test_what_was_to_be_compiled_and_was_not_has_failed(monkeypatch: pytest.Monk
     def no_compiler(function: object) -> None:
         raise RuntimeError("there is none")
 
-    monkeypatch.setattr("rekindle.engines.inductor.group_compiler.Fused.compile", no_compiler)
+    monkeypatch.setattr(
+        "rekindle.engines.inductor.group_compiler.CompiledGroup.compile", no_compiler
+    )
     case = {"model": "mlp", "batch": 4, "way": "planned", "steps": 1, "device": "cpu"}
     case |= {"budget": "100%", "planner": "mutwo"}
     record = cases.run_one_case({"case": {**case, "engine": "inductor"}}, None, None)

@@ -20,7 +20,7 @@ import rekindle
 from rekindle import models
 from rekindle.core.memory.allocator_steering import Arena
 from rekindle.engines.cudagraph.arena import CudaPool
-from rekindle.engines.cudagraph.graph_engine import CudaGraphEngine, CudaRecorder
+from rekindle.engines.cudagraph.graph_engine import CudaGraphEngine, CudaGraphRecorder
 from rekindle.measuring.bitwise_compare import compare
 from rekindle.planners.finish import finish
 from rekindle.planners.lowering import choices
@@ -40,7 +40,7 @@ def _deterministic(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 class Noisy(nn.Module):
-    """Draws from the default generator and from one of its own, between other work."""
+    """Draws from the default generator and from its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Noisy(nn.Module):
 
 
 class Watched:
-    """Like `optimize`, and remembers what it made."""
+    """Like `optimize`, and keeps the step."""
 
     def __init__(self, **how: Any) -> None:
         self.how = {"engine": "cudagraph", **how}
@@ -82,7 +82,7 @@ class Watched:
 
 
 class DropAll(Watched):
-    """Like `optimize`, with everything dropped that may be, whatever the budget."""
+    """Like `optimize`, with everything dropped that may be, under any budget."""
 
     def __call__(self, *parts: Any) -> rekindle.TrainStep:
         captured = rekindle.capture(*parts)
@@ -104,7 +104,7 @@ def test_copies_in_a_graph_draw_what_was_drawn() -> None:
     watched = DropAll()
     assert compare(noisy, watched, steps=6).differences == ()
     watched.check_graphs()
-    assert watched.engine._random._run_of  # something random was computed again, in a graph
+    assert watched.engine._rng_twins._twin_of  # a random op was recomputed, in a graph
 
 
 def test_a_new_seed_between_steps_is_followed() -> None:
@@ -249,7 +249,7 @@ def test_losses_are_safe_to_keep_and_batches_may_change() -> None:
 
 
 def test_a_capture_that_fails_leaves_the_generator_usable(monkeypatch: pytest.MonkeyPatch) -> None:
-    capture = CudaRecorder.capture
+    capture = CudaGraphRecorder.capture
 
     def spoilt(self: Any, run: Any, *others: Any) -> Any:
         def and_wait() -> Any:
@@ -259,7 +259,7 @@ def test_a_capture_that_fails_leaves_the_generator_usable(monkeypatch: pytest.Mo
 
         return capture(self, and_wait, *others)
 
-    monkeypatch.setattr(CudaRecorder, "capture", spoilt)
+    monkeypatch.setattr(CudaGraphRecorder, "capture", spoilt)
     watched = Watched()
     assert compare(noisy, watched, steps=5).differences == ()
     assert "cannot be captured" in watched.engine.reason
@@ -272,7 +272,7 @@ def test_a_capture_that_fails_leaves_the_generator_usable(monkeypatch: pytest.Mo
 def segments_of(engine: CudaGraphEngine) -> dict[int, int]:
     """The large segments of the pool that a step's graphs share."""
     recorder = engine._recorder
-    assert isinstance(recorder, CudaRecorder)
+    assert isinstance(recorder, CudaGraphRecorder)
     (pool,) = set(recorder._pools.values())
     with torch.cuda.stream(recorder._stream):
         return pool.blocks()[0]
@@ -284,7 +284,7 @@ def segments_of(engine: CudaGraphEngine) -> dict[int, int]:
     [("bert-base", 16, "70%"), ("resnet50", 64, "60%"), ("resnet50", 64, None)],
 )
 def test_reserved_memory_stays_close_to_the_peak(name: str, batch: int, budget: str | None) -> None:
-    """Of what is reserved while other tests' tensors are there, and the model's own."""
+    """Relative to the memory reserved for the model and for other tests' tensors."""
     torch.use_deterministic_algorithms(False)
     gc.collect()
     torch.cuda.empty_cache()
@@ -313,9 +313,9 @@ def test_a_steered_step_has_the_plain_ones_bits(budget: str | None) -> None:
     watched = Watched(budget=budget)
     assert compare(make, watched, steps=4).differences == ()
     watched.check_graphs()
-    steered = watched.engine._steered
+    steered = watched.engine.steered
     assert steered is not None
-    assert steered._home is not None
+    assert steered.has_arena
     assert steered._n_mismatches <= 5
 
 
@@ -330,7 +330,7 @@ def test_plugs_do_not_count() -> None:
         watched = Watched()
         step = watched(work.train_step, work.model, work.optimizer, work.batch)
         if not is_steered:
-            watched.engine._steered = None
+            watched.engine.steered = None
         for _ in range(3):
             step(work.batch)
         watched.check_graphs()
@@ -344,7 +344,7 @@ def test_the_allocator_does_as_its_model() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     with torch.cuda.stream(torch.cuda.Stream(device)):
         pool = CudaPool(device)
-        before = pool.counts().large_bytes
+        before = pool.stats().large_bytes
         base = pool.reserve(512 * mib)
         model = Arena({base: 512 * mib})
         with torch.cuda.use_mem_pool(pool._pool, device):
@@ -359,7 +359,7 @@ def test_the_allocator_does_as_its_model() -> None:
                 if expected is not None:
                     assert pool.allocate(nbytes) == expected
         assert pool.blocks() == (model.segments, model.taken)
-        assert pool.counts().large_bytes - before == model.taken_bytes
+        assert pool.stats().large_bytes - before == model.taken_bytes
         pool.free_all()
         assert pool.blocks() == ({base: 512 * mib}, {})
 
@@ -369,11 +369,11 @@ def test_what_the_library_takes_is_taken_at_once() -> None:
     a = torch.randn(256, 256, device=device)
     with torch.cuda.stream(torch.cuda.Stream(device)):
         pool = CudaPool(device)
-        library_bytes = pool.library_bytes()
-        before = pool.counts().large_bytes
-        pool.take_library()
-        assert pool.counts().large_bytes - before == library_bytes > 0
+        cublas_workspace_bytes = pool.cublas_workspace_bytes()
+        before = pool.stats().large_bytes
+        pool.allocate_cublas_workspace()
+        assert pool.stats().large_bytes - before == cublas_workspace_bytes > 0
         torch.mm(a, a)
-        assert pool.counts().large_bytes - before == library_bytes
+        assert pool.stats().large_bytes - before == cublas_workspace_bytes
         clear_cublas_workspaces()
-        assert pool.counts().large_bytes == before
+        assert pool.stats().large_bytes == before

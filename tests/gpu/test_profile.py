@@ -15,7 +15,7 @@ import rekindle
 from rekindle import models
 from rekindle.core.graph.graph import Role
 
-# Tests beside this one take their share of the GPU's time.
+# Tests that run at the same time take their share of the GPU.
 IS_ALONE = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) == 1
 
 
@@ -36,7 +36,7 @@ def test_simulated_peak_is_the_measured_one(name: str, precision: str) -> None:
     work = models.build(name, batch=16, precision=precision, device="cuda")
     captured = rekindle.capture(work.train_step, work.model, work.optimizer, work.batch)
     trace = rekindle.simulate(captured.graph, rekindle.profile(captured, cache=False))
-    # of the captured step: the plain one's backward has its own thread, and that its own cuBLAS
+    # of the captured step: the plain one's backward has its own thread, with its own cuBLAS
     peak = measured_peak(lambda: captured(work.batch))
     assert trace.peak_bytes == pytest.approx(peak, rel=0.01)
 

@@ -1,4 +1,4 @@
-"""Planned steps, run: the numbers are those of the plain step, bit for bit, whatever is dropped."""
+"""Rewritten steps compute the plain step's numbers, bit for bit, under every plan."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def parts(model: nn.Module, batch: torch.Tensor) -> Parts:
 
 
 class Residual(nn.Module):
-    """Batch norm, in-place ops, dropout, views and a buffer of its own."""
+    """Batch norm, in-place ops, dropout, views and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Residual(nn.Module):
 
 
 class WithGenerator(nn.Module):
-    """Draws from a generator of its own."""
+    """Draws from its own generator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ powers.register_autograd(_powers_backward, setup_context=_save_input)
 
 
 class Nested(nn.Module):
-    """An operator that returns a tensor and a list of tensors, and one that nobody needs."""
+    """An operator that returns a tensor and a list of tensors, and one that is unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,7 +215,7 @@ def test_a_budget_is_met_by_the_forecast_and_its_plan_runs() -> None:
     assert step.plan.peak_bytes == step.trace.peak_bytes <= step.plan.budget_bytes
     assert step.trace.recompute_us > 0
     step(batch)
-    step(torch.randn(6, 3, 8, 8))  # another shape is planned when it comes
+    step(torch.randn(6, 3, 8, 8))  # another shape is planned on first use
     assert step.n_captures == 2
 
 
@@ -253,39 +253,39 @@ def planned() -> tuple[Recording, StepGraph, RewrittenStep, Plan]:
     step = dropping(drop_all)(*MODELS["residual"]())
     captured = step.captured
     assert step.plan is not None
-    listing = rewrite(captured.recording, captured.graph, step.plan.schedule)
-    return captured.recording, captured.graph, listing, step.plan
+    rewritten = rewrite(captured.recording, captured.graph, step.plan.schedule)
+    return captured.recording, captured.graph, rewritten, step.plan
 
 
 def test_the_check_sees_a_call_out_of_place(planned: Any) -> None:
-    recording, graph, listing, plan = planned
-    called = [i for i, node in enumerate(listing.nodes) if node in listing.origin]
+    recording, graph, rewritten, plan = planned
+    called = [i for i, node in enumerate(rewritten.nodes) if node in rewritten.origin]
     a, b = called[3], called[4]
-    listing.nodes[a], listing.nodes[b] = listing.nodes[b], listing.nodes[a]
+    rewritten.nodes[a], rewritten.nodes[b] = rewritten.nodes[b], rewritten.nodes[a]
     with pytest.raises(RewriteError, match="not the one scheduled"):
-        check_rewritten(recording, graph, listing, plan.schedule)
+        check_rewritten(recording, graph, rewritten, plan.schedule)
 
 
 def test_the_check_sees_a_wrong_reader(planned: Any) -> None:
-    recording, graph, listing, plan = planned
-    copies = [n for n, (_, copy) in listing.origin.items() if copy and n.all_input_nodes]
+    recording, graph, rewritten, plan = planned
+    copies = [n for n, (_, copy) in rewritten.origin.items() if copy and n.all_input_nodes]
     node = next(n for n in copies if any(a.op == "call_function" for a in n.all_input_nodes))
     old = next(a for a in node.all_input_nodes if a.op == "call_function")
-    other = next(n for n in listing.nodes if n in listing.origin and n not in (old, node))
+    other = next(n for n in rewritten.nodes if n in rewritten.origin and n not in (old, node))
     node.replace_input_with(old, other)
     with pytest.raises(RewriteError):
-        check_rewritten(recording, graph, listing, plan.schedule)
+        check_rewritten(recording, graph, rewritten, plan.schedule)
 
 
 def test_the_check_sees_what_is_deleted_too_early_or_never(planned: Any) -> None:
-    recording, graph, listing, plan = planned
-    node, freed = next((n, f) for n, f in listing.frees.items() if f and f[0] is not n)
-    del listing.frees[node]
-    with pytest.raises(RewriteError, match="never deleted"):
-        check_rewritten(recording, graph, listing, plan.schedule)
-    listing.frees[freed[0]] = [freed[0]]
-    with pytest.raises(RewriteError, match="after its end"):
-        check_rewritten(recording, graph, listing, plan.schedule)
+    recording, graph, rewritten, plan = planned
+    node, freed = next((n, f) for n, f in rewritten.frees.items() if f and f[0] is not n)
+    del rewritten.frees[node]
+    with pytest.raises(RewriteError, match="never freed"):
+        check_rewritten(recording, graph, rewritten, plan.schedule)
+    rewritten.frees[freed[0]] = [freed[0]]
+    with pytest.raises(RewriteError, match="after it is freed"):
+        check_rewritten(recording, graph, rewritten, plan.schedule)
 
 
 def test_a_random_op_draws_the_same_numbers_again() -> None:

@@ -1,33 +1,40 @@
-"""Faults in the middle of a step: it is whole or not at all, and the next one trains right.
+"""Faults in the middle of a step: it completes or changes nothing, and the next one trains right.
 
-Every test trains a twin plainly beside the step under test: after a fault, parameters and optimizer
-state are those of the twin before its next step, or those after it.
+Every test trains a twin plainly alongside the step under test: after a fault, parameters and
+optimizer state are those of the twin before its next step, or those after it.
 """
 
 from __future__ import annotations
 
-import copy
 import dis
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from support.faults import (
+    AFTER,
+    BEFORE,
+    AtOp,
+    Traced,
+    Trial,
+    interrupt,
+    interrupted_at_lines,
+    lasting,
+    momentum,
+    run_out_of_memory,
+)
 from support.square_step import square_step as train_step
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import rekindle
-from rekindle.measuring.bitwise_compare import State, differences, same, state_of
-
-BEFORE, AFTER = "before", "after"
+from rekindle.measuring.bitwise_compare import State, differences
 
 
 @pytest.fixture(autouse=True)
@@ -39,61 +46,10 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def _usual_interrupts() -> Iterator[None]:
     """An interrupt raises KeyboardInterrupt, as in any script; each test leaves it so."""
     old = signal.signal(signal.SIGINT, signal.default_int_handler)
-    torch.set_grad_enabled(True)  # whatever a test that failed has left
+    torch.set_grad_enabled(True)  # in case a failed test has left it off
     yield
     found = signal.signal(signal.SIGINT, old)
     assert found is signal.default_int_handler
-
-
-class Trial:
-    """A step under test, and a twin of its model and optimizer that trains plainly."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        batch: Any,
-        *,
-        function: Callable[..., Any] = train_step,
-        make: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
-        **asked: Any,
-    ) -> None:
-        self.model, self.batch, self.function = model, batch, function
-        self.optimizer = make(model.parameters(), lr=0.05)
-        self.twin = copy.deepcopy((self.model, self.optimizer))
-        self.step = rekindle.optimize(function, self.model, self.optimizer, batch, **asked)
-
-    def state(self) -> State:
-        return state_of(self.model, self.optimizer)
-
-    def train(self) -> None:
-        """One step of both, from the same random numbers; they must agree in every bit."""
-        torch.manual_seed(3)
-        result = self.step(self.batch)
-        end = self.state()
-        torch.manual_seed(3)
-        assert same(result, self.function(*self.twin, self.batch))
-        assert differences(state_of(*self.twin), end) == []
-
-    def outcome(self) -> str:
-        """Whether parameters and optimizer state are the twin's before its next step or after it.
-
-        Of a step that is through, the twin makes up for it.
-        """
-        found = lasting(self.state())
-        if not differences(lasting(state_of(*self.twin)), found):
-            return BEFORE
-        self.function(*self.twin, self.batch)
-        wrong = differences(lasting(state_of(*self.twin)), found)
-        return f"between: {wrong}" if wrong else AFTER
-
-
-def lasting(state: State) -> State:
-    """What must be whole or not at all."""
-    return {key: value for key, value in state.items() if key.startswith(("param", "optimizer"))}
-
-
-def momentum(params: Any, lr: float) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=lr, momentum=0.9, foreach=False)
 
 
 def adam(params: Any, lr: float) -> torch.optim.Optimizer:
@@ -120,24 +76,6 @@ def chain_trial(kind: str, **settings: Any) -> Trial:
     return found
 
 
-class AtOp(TorchDispatchMode):
-    """Does something before the op of a number, counted from 0; counts all but profiler marks."""
-
-    def __init__(self, number: int = -1, action: Callable[[], None] = lambda: None) -> None:
-        super().__init__()
-        self.number, self.action = number, action
-        self.count = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func.namespace != "profiler":
-            self.count += 1
-            if self.count - 1 == self.number:
-                self.action()
-        return func(*args, **(kwargs or {}))
-
-
 def count_ops(trial: Trial) -> tuple[int, int]:
     """How many ops a step runs before the optimizer, and how many in all; it trains for that."""
     trial.train()  # the optimizer makes its state in the first step
@@ -148,14 +86,6 @@ def count_ops(trial: Trial) -> tuple[int, int]:
     handle.remove()
     assert trial.outcome() == AFTER
     return before[0], counter.count
-
-
-def run_out_of_memory() -> None:
-    raise torch.OutOfMemoryError("there is no room")
-
-
-def interrupt() -> None:
-    signal.raise_signal(signal.SIGINT)
 
 
 # Memory that runs out
@@ -237,57 +167,8 @@ def test_an_interrupt_in_the_optimizers_hooks() -> None:
     trial.train()
 
 
-class Traced:
-    """Interrupts at the n-th of some places in some files, as Python comes by."""
-
-    def __init__(self, *files: str, number: int = -1) -> None:
-        self.files, self.number = files, number
-        self.count = 0
-        self.place = ""
-        self._others = sys.gettrace()
-
-    def __enter__(self) -> Traced:
-        sys.settrace(self._trace)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(self._others)
-
-    def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if not frame.f_code.co_filename.endswith(self.files):
-            return None
-        if self.is_place(frame, event):
-            self.count += 1
-            if self.count - 1 == self.number:
-                self.place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-                interrupt()
-        return self._trace
-
-    def is_place(self, frame: FrameType, event: str) -> bool:
-        raise NotImplementedError
-
-
-class AtLine(Traced):
-    """At any line, in the optimizer each time it runs.
-
-    A line of ours counts once: where a `with` ends, Python itself has no safe place for interrupts.
-    """
-
-    OPTIMIZERS = ("torch/optim/optimizer.py", "torch/optim/sgd.py")
-
-    def __init__(self, *files: str, number: int = -1) -> None:
-        super().__init__(*files, number=number)
-        self._seen: set[tuple[CodeType, int]] = set()
-
-    def is_place(self, frame: FrameType, event: str) -> bool:
-        line = (frame.f_code, frame.f_lineno)
-        is_new = line not in self._seen
-        self._seen.add(line)
-        return event == "line" and (is_new or frame.f_code.co_filename.endswith(self.OPTIMIZERS))
-
-
 class AfterCall(Traced):
-    """After any call, before what it has returned is kept: where Python looks for signals."""
+    """After any call, before its result is stored: where Python handles signals."""
 
     def __init__(self, *files: str, number: int = -1) -> None:
         super().__init__(*files, number=number)
@@ -323,25 +204,6 @@ def test_an_interrupt_after_any_call_before_the_first_operator() -> None:
             stuck.append(f"after an interrupt at {call.place}: {error}")
             break
     assert stuck == []
-
-
-def interrupted_at_lines(trial: Trial, *, every: int = 1) -> dict[str, set[str]]:
-    """Interrupt steps at lines of the code around and in the optimizer; by outcome, which."""
-    files = ("engines/program.py", "defer_sigint.py", *AtLine.OPTIMIZERS)
-    with AtLine(*files) as lines:
-        trial.step(trial.batch)
-    assert trial.outcome() == AFTER
-    assert lines.count > 100
-    found: dict[str, set[str]] = {BEFORE: set(), AFTER: set()}
-    for number in range(0, lines.count, every):
-        line = AtLine(*files, number=number)
-        with pytest.raises(KeyboardInterrupt), line:
-            trial.step(trial.batch)
-        found.setdefault(trial.outcome(), set()).add(line.place)
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, line.place
-        assert all(param.grad is None for param in trial.model.parameters()), line.place
-    assert found.keys() == {BEFORE, AFTER}, found
-    return found
 
 
 def test_an_interrupt_at_any_line_of_the_optimizer() -> None:
@@ -383,7 +245,7 @@ def test_an_interrupt_that_is_ignored_stays_so() -> None:
 
 
 def in_thread(function: Callable[[], Any]) -> Any:
-    """What a function returns or raises in a second thread."""
+    """The result or error of a function in a second thread."""
     results: list[Any] = []
 
     def run() -> None:

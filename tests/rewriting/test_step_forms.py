@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from engines.test_planned import ZOO, zoo_parts
-from rewriting.test_faults import (
+from support.faults import (
     AFTER,
     BEFORE,
     AtOp,
@@ -25,8 +24,9 @@ from rewriting.test_faults import (
     interrupted_at_lines,
     momentum,
 )
-from rewriting.test_faults import run_out_of_memory as run_out
+from support.faults import run_out_of_memory as run_out
 from support.square_step import square_step
+from support.zoo_steps import ZOO, zoo_parts
 from torch import nn
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -43,7 +43,6 @@ from rekindle.core.graph.liveness import analyze
 from rekindle.core.graph.schedule import Plan, Schedule, schedule_of
 from rekindle.core.graph.serial import load_plan, save_plan
 from rekindle.core.graph.simulate import simulate
-from rekindle.core.rewrite import improve
 from rekindle.core.rewrite.improve import (
     OpKind,
     batch_small_ops,
@@ -71,7 +70,7 @@ def train_step(model: nn.Module, optimizer: Optimizer, batch: Any) -> torch.Tens
 
 
 def layers(n: int = 4, width: int = WIDTH) -> nn.Sequential:
-    """Weights that are large beside the activations of a small batch."""
+    """Weights that are large compared to the activations of a small batch."""
     return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(n)))
 
 
@@ -82,7 +81,7 @@ def making(
     model: Callable[[], nn.Module] = layers,
     batch: Callable[[], Any] = lambda: torch.randn(8, WIDTH),
 ) -> Callable[[], Parts]:
-    """Builds a step and what it works on, the same each time."""
+    """Builds a step with model, optimizer and batch, the same each time."""
 
     def make() -> Parts:
         torch.manual_seed(5)
@@ -147,13 +146,13 @@ def count(graph: StepGraph, kind: OpKind) -> int:
 
 
 def assert_early(make: Callable[[], Parts], steps: int = 3) -> None:
-    """It may be early, and trains the same in all forms."""
+    """It has an early form, and trains the same in all forms."""
     assert compare(make, early, steps=steps).differences == ()
     assert compare(make, rekindle.optimize, steps=steps).differences == ()
 
 
 def assert_not_early(make: Callable[[], Parts], steps: int = 3) -> None:
-    """It must not be early, whatever the budget, and trains the same."""
+    """It has no early form, under any budget, and trains the same."""
     forms = forms_of(make())
     assert forms.early is None
     assert compare(make, rekindle.optimize, steps=steps).differences == ()
@@ -346,7 +345,7 @@ def clipping(model: nn.Module, optimizer: Optimizer, batch: Any) -> torch.Tensor
 
 
 def test_gradients_that_are_clipped_are_all_there_at_once() -> None:
-    """Each waits for the norm of all: updates come at the end, if at all."""
+    """Each update waits for the norm of all gradients, so that none can be early."""
     make = making(adam, step=clipping)
     forms = forms_of(make())
     if forms.early is not None:
@@ -423,7 +422,7 @@ def test_returned_gradients_and_norms() -> None:
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_step_that_looks_at_the_optimizers_state(when: str) -> None:
-    """Its numbers are those of before or after the update, as the step has it."""
+    """It reads parameters from before or after the update, as in the plain step."""
 
     def size(optimizer: Optimizer, model: nn.Module) -> torch.Tensor:
         averages = [optimizer.state[param]["exp_avg"] for param in model.parameters()]
@@ -440,7 +439,7 @@ def test_a_step_that_looks_at_the_optimizers_state(when: str) -> None:
 
     def make() -> Parts:
         parts = making(adam, step=looking)()
-        train_step(*parts[1:])  # the optimizer has its state
+        train_step(*parts[1:])  # creates the optimizer's state
         return parts
 
     forms = forms_of(make())
@@ -666,7 +665,7 @@ def test_an_improved_step_takes_no_more_than_the_plain_one(name: str, precision:
     assert found.captured_peak_bytes <= found.plain_peak_bytes
 
 
-# So large that what an update needs whatever the size of its parameters does not matter.
+# So large that the constant overhead of an update does not matter.
 WIDE: dict[str, Any] = {
     "model": lambda: layers(width=256),
     "batch": lambda: torch.randn(8, 256),
@@ -846,33 +845,33 @@ def test_an_error_before_the_first_update_leaves_all_as_it_was() -> None:
     assert trial.step.n_captures == 1
 
 
-# The check of what is rewritten
+# The check of rewritten steps
 
 Rewritten = tuple[Recording, StepGraph, RewrittenStep, Schedule]
 
 
-def rewritten(recording: Recording, graph: StepGraph) -> Rewritten:
+def rewrite_all(recording: Recording, graph: StepGraph) -> Rewritten:
     schedule = tuple(schedule_of(graph, None))
     return recording, graph, rewrite(recording, graph, schedule), schedule
 
 
 def is_right(
-    recording: Recording, graph: StepGraph, listing: RewrittenStep, schedule: Schedule
+    recording: Recording, graph: StepGraph, rewritten: RewrittenStep, schedule: Schedule
 ) -> None:
-    check_rewritten(recording, graph, listing, schedule)
+    check_rewritten(recording, graph, rewritten, schedule)
 
 
 @pytest.fixture
 def updated_early() -> Rewritten:
     forms = forms_of(making(adam)())
     assert forms.early is not None
-    found = rewritten(forms.recording, forms.early)
+    found = rewrite_all(forms.recording, forms.early)
     is_right(*found)
     return found
 
 
 class Scaled(nn.Module):
-    """A parameter that is read once more when its gradient is there."""
+    """A parameter that is read once more after its gradient is complete."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -884,24 +883,24 @@ class Scaled(nn.Module):
         return out
 
 
-def test_the_check_sees_an_update_before_the_last_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(improve, "_MOST_UPDATES", 1000)  # each parameter has its own
+def test_the_check_sees_an_update_before_the_last_read() -> None:
     assert_early(making(adam, model=Scaled))
     forms = forms_of(making(adam, model=Scaled)())
-    assert forms.early is not None
-    found = rewritten(forms.recording, forms.early)
+    one_each = with_early_updates(forms.recording, forms.improved, max_updates=1000)
+    assert one_each is not None
+    found = rewrite_all(forms.recording, one_each)
     is_right(*found)
-    listing, slots = found[2], forms.recording.state.slots
+    rewritten, slots = found[2], forms.recording.state.slots
     (update,) = (
         node
-        for node, call in listing.optimizer_calls.items()
+        for node, call in rewritten.optimizer_calls.items()
         if "scale" in {slots[index].name for index in call.params}
     )
-    place = listing.nodes.index(update)
-    (scale,) = (node for node in listing.graph.nodes if node.name == "param_scale")
-    reader = max(listing.nodes.index(user) for user in scale.users)
-    assert max(listing.nodes.index(grad) for grad in update.all_input_nodes) < reader < place
-    listing.nodes.insert(reader, listing.nodes.pop(place))
+    place = rewritten.nodes.index(update)
+    (scale,) = (node for node in rewritten.graph.nodes if node.name == "param_scale")
+    reader = max(rewritten.nodes.index(user) for user in scale.users)
+    assert max(rewritten.nodes.index(grad) for grad in update.all_input_nodes) < reader < place
+    rewritten.nodes.insert(reader, rewritten.nodes.pop(place))
     with pytest.raises(RewriteError, match="does not read what"):
         is_right(*found)
 
@@ -910,10 +909,10 @@ def test_the_check_sees_an_update_before_its_gradient_is_complete() -> None:
     """Gradients of tied weights add up."""
     forms = forms_of(making(adam, model=Tied, batch=lambda: torch.arange(8) % 5)())
     assert forms.early is not None
-    found = rewritten(forms.recording, forms.early)
+    found = rewrite_all(forms.recording, forms.early)
     is_right(*found)
-    listing = found[2]
-    last = [*listing.optimizer_calls][-1]
+    rewritten = found[2]
+    last = [*rewritten.optimizer_calls][-1]
     whole = next(arg for arg in last.all_input_nodes if "add" in arg.name)
     last.replace_input_with(whole, whole.all_input_nodes[0])
     with pytest.raises(RewriteError):
@@ -921,19 +920,19 @@ def test_the_check_sees_an_update_before_its_gradient_is_complete() -> None:
 
 
 def test_the_check_sees_a_missing_update(updated_early: Rewritten) -> None:
-    listing = updated_early[2]
-    node = next(iter(listing.optimizer_calls))
-    place = listing.nodes.index(node)
-    listing.nodes.remove(node)
-    freed = listing.frees.pop(node)
-    listing.frees.setdefault(listing.nodes[place - 1], []).extend(freed)
+    rewritten = updated_early[2]
+    node = next(iter(rewritten.optimizer_calls))
+    place = rewritten.nodes.index(node)
+    rewritten.nodes.remove(node)
+    freed = rewritten.frees.pop(node)
+    rewritten.frees.setdefault(rewritten.nodes[place - 1], []).extend(freed)
     with pytest.raises(RewriteError, match="never updated"):
         is_right(*updated_early)
 
 
 def test_the_check_sees_an_update_with_another_gradient(updated_early: Rewritten) -> None:
-    listing = updated_early[2]
-    node = next(n for n, c in listing.optimizer_calls.items() if len(c.params) == 2)
+    rewritten = updated_early[2]
+    node = next(n for n, c in rewritten.optimizer_calls.items() if len(c.params) == 2)
     first, second = node.args
     node.args = (second, first)
     with pytest.raises(RewriteError, match="as was recorded"):
@@ -941,11 +940,11 @@ def test_the_check_sees_an_update_with_another_gradient(updated_early: Rewritten
 
 
 def test_the_check_sees_an_update_that_is_done_twice(updated_early: Rewritten) -> None:
-    listing = updated_early[2]
-    node, call = next(iter(listing.optimizer_calls.items()))
-    again = listing.graph.create_node("call_function", node.target, node.args, {}, name="again")
-    listing.nodes.insert(listing.nodes.index(node), again)
-    listing.optimizer_calls[again] = call
+    rewritten = updated_early[2]
+    node, call = next(iter(rewritten.optimizer_calls.items()))
+    again = rewritten.graph.create_node("call_function", node.target, node.args, {}, name="again")
+    rewritten.nodes.insert(rewritten.nodes.index(node), again)
+    rewritten.optimizer_calls[again] = call
     with pytest.raises(RewriteError, match="as was recorded"):
         is_right(*updated_early)
 
@@ -964,7 +963,7 @@ class Branched(nn.Module):
 
 
 def overwriting(graph: StepGraph, op: int, value: int) -> StepGraph:
-    """The graph with an op that writes its result over what it reads, right or wrong."""
+    """The graph with an op that overwrites one of its inputs, valid or not."""
     (result,) = graph.ops[op].outputs
     ops, values = list(graph.ops), list(graph.values)
     ops[op] = replace(ops[op], mutates=(value,))
@@ -989,10 +988,10 @@ def test_the_check_sees_what_is_overwritten_and_read_later() -> None:
                 (late if is_late else right).append((op.index, value))
     assert late
     assert right
-    is_right(*rewritten(forms.recording, overwriting(graph, *right[0])))
+    is_right(*rewrite_all(forms.recording, overwriting(graph, *right[0])))
     for each in late:
         with pytest.raises(RewriteError, match="does not read what"):
-            is_right(*rewritten(forms.recording, overwriting(graph, *each)))
+            is_right(*rewrite_all(forms.recording, overwriting(graph, *each)))
 
 
 def test_the_check_sees_what_is_written_over_a_parameter() -> None:
@@ -1023,7 +1022,7 @@ def test_the_check_sees_what_is_written_over_a_parameter() -> None:
     assert wrong
     for each in wrong:
         with pytest.raises(RewriteError):
-            is_right(*rewritten(forms.recording, overwriting(forms.graph, *each)))
+            is_right(*rewrite_all(forms.recording, overwriting(forms.graph, *each)))
 
 
 @pytest.fixture
@@ -1031,25 +1030,25 @@ def cast_together() -> Rewritten:
     forms = forms_of(NORMED())
     casts = casts_of(forms)
     assert len(casts) == 6
-    found = rewritten(forms.recording, batch_small_ops(forms.graph, [casts]))
+    found = rewrite_all(forms.recording, batch_small_ops(forms.graph, [casts]))
     is_right(*found)
-    assert [len(calls) for calls in found[2].together.values()] == [6]
+    assert [len(calls) for calls in found[2].batched.values()] == [6]
     return found
 
 
 def test_the_check_sees_a_cast_that_is_not_done(cast_together: Rewritten) -> None:
-    listing = cast_together[2]
-    ((node, calls),) = listing.together.items()
+    rewritten = cast_together[2]
+    ((node, calls),) = rewritten.batched.items()
     tensors, dtype = node.args
     assert isinstance(tensors, (list, tuple))
     node.args = ([*tensors][:-1], dtype)
-    listing.together[node] = calls[:-1]
+    rewritten.batched[node] = calls[:-1]
     with pytest.raises((RewriteError, KeyError)):
         is_right(*cast_together)
 
 
 def test_the_check_sees_a_cast_of_another_tensor(cast_together: Rewritten) -> None:
-    ((node, _),) = cast_together[2].together.items()
+    ((node, _),) = cast_together[2].batched.items()
     tensors, dtype = node.args
     assert isinstance(tensors, (list, tuple))
     node.args = ([*tensors][::-1], dtype)
@@ -1058,7 +1057,7 @@ def test_the_check_sees_a_cast_of_another_tensor(cast_together: Rewritten) -> No
 
 
 def test_the_check_sees_a_cast_to_another_type(cast_together: Rewritten) -> None:
-    ((node, _),) = cast_together[2].together.items()
+    ((node, _),) = cast_together[2].batched.items()
     node.args = (node.args[0], torch.float64)
     with pytest.raises(RewriteError, match="does not do what"):
         is_right(*cast_together)
@@ -1069,14 +1068,14 @@ def test_the_check_sees_a_counter_that_does_not_count() -> None:
     counts = [
         op.index for op in forms.graph.ops if "add_" in op.target and op.phase is Phase.FORWARD
     ]
-    found = rewritten(forms.recording, batch_small_ops(forms.graph, [counts[:3]]))
+    found = rewrite_all(forms.recording, batch_small_ops(forms.graph, [counts[:3]]))
     is_right(*found)
-    listing = found[2]
-    ((node, calls),) = listing.together.items()
+    rewritten = found[2]
+    ((node, calls),) = rewritten.batched.items()
     tensors, number = node.args
     assert isinstance(tensors, (list, tuple))
     node.args = ([*tensors][:-1], number)
-    listing.together[node] = calls[:-1]
+    rewritten.batched[node] = calls[:-1]
     with pytest.raises(RewriteError):
         is_right(*found)
 

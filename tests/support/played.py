@@ -13,8 +13,6 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rekindle.engines.cudagraph.graph_engine import Graph
-
 
 class Played(TorchDispatchMode):
     """Writes down every call with its tensors."""
@@ -66,12 +64,12 @@ class Player:
         self.peaks = 0
         self.fails_at = -1
 
-    def memory(self) -> None:
+    def memory_meter(self) -> None:
         return None
 
     def capture(
         self, run: Callable[[], list[Any]], generators: list[torch.Generator], steered: Any
-    ) -> tuple[Graph, list[Any]]:
+    ) -> tuple[Any, list[Any]]:
         if self.fails_at == len(self.graphs):
             raise RuntimeError("operation not permitted when stream is capturing\nand more")
         random_state = torch.get_rng_state()

@@ -1,6 +1,6 @@
-"""Trains with the forms that a step takes on its way to compiled code, without a compiler.
+"""Trains with the forms of a step that the compiler gets, without a compiler.
 
-A group of calls runs as the compiler would get it: taken apart into small operators, one by one.
+A group of calls runs as the compiler would get it: decomposed into operators, one by one.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from torch.utils import _pytree as pytree
 
 import rekindle
 from rekindle.engines.inductor import decompositions, group_compiler
-from rekindle.engines.inductor.decompose import normalized
-from rekindle.engines.inductor.fusion_groups import fused
-from rekindle.engines.inductor.group_compiler import Fused, Fusing
+from rekindle.engines.inductor.decompose import decompose
+from rekindle.engines.inductor.fusion_groups import fuse
+from rekindle.engines.inductor.group_compiler import CompiledGroup, GroupCompiler
+from rekindle.engines.inductor.matmul_padding import PaddingOptions
 from rekindle.engines.select_engine import EngineFactory
 from rekindle.measuring.bitwise_compare import State, state_of
 from rekindle.tracing.tape import Recording
@@ -32,62 +33,62 @@ Parts = tuple[Callable[..., Any], nn.Module, torch.optim.Optimizer, Sequence[Any
 Form = Callable[[Recording], Recording]
 
 
-def normal(recording: Recording) -> Recording:
-    """In small parts, without side effects."""
-    return normalized(recording, for_gpu=False)
+def decomposed(recording: Recording) -> Recording:
+    """The decomposed step, as on a CPU."""
+    return decompose(recording, for_gpu=False)
 
 
 def grouped(recording: Recording) -> Recording:
-    """In groups, as on a CPU."""
-    return _grouped(normalized(recording, for_gpu=False))
+    """The step fused into groups, as on a CPU."""
+    return _grouped(decompose(recording, for_gpu=False))
 
 
-def grouped_for_gpu(recording: Recording) -> Recording:
-    """In groups, as on a GPU."""
-    return _grouped(normalized(recording, for_gpu=True))
+def grouped_for_gpu(recording: Recording, *, padding: PaddingOptions | None = None) -> Recording:
+    """The step fused into groups, as on a GPU."""
+    return _grouped(decompose(recording, for_gpu=True, padding=padding))
 
 
 def _grouped(recording: Recording) -> Recording:
-    fusing = Fusing()
-    made = fused(recording, fusing)
-    fusing.compile()
+    compiler = GroupCompiler()
+    made = fuse(recording, compiler)
+    compiler.compile()
     return made
 
 
 def recorded(parts: Parts) -> Recording:
-    """The step as it was captured, on the first batch."""
+    """The recorded step, on the first batch."""
     train_step, model, optimizer, batches = parts
     return record(train_step, model, optimizer, batches[0])
 
 
 def seeded(seed: torch.Tensor, shape: list[int]) -> torch.Tensor:
-    """Numbers from 0 to 1 that look random and follow from the seed."""
-    places = torch.arange(math.prod(shape), dtype=torch.float64, device=seed.device)
-    numbers = places * 0.754877666 + (seed % 1000003) * 0.569840291
+    """Numbers from 0 to 1 that look random and depend on the seed alone."""
+    positions = torch.arange(math.prod(shape), dtype=torch.float64, device=seed.device)
+    numbers = positions * 0.754877666 + (seed % 1000003) * 0.569840291
     return (numbers - numbers.floor()).reshape(shape).float()
 
 
-def run_in_parts(function: Fused) -> None:
-    """What stands in for `Fused.compile`."""
+def run_uncompiled(function: CompiledGroup) -> None:
+    """A stand-in for `CompiledGroup.compile`."""
     with torch.no_grad(), FakeTensorMode():
-        inputs = [group_compiler._empty(form) for form in function._forms]
+        inputs = [group_compiler.empty_tensor(spec) for spec in function.specs]
         graph = make_fx(function.on_fakes, decomposition_table=select_decomp_table())(*inputs)
-    function._code = lambda given: graph(*given)
+    function.code = lambda given: graph(*given)
 
 
 @contextmanager
 def no_compiler() -> Iterator[None]:
-    """Groups run uncompiled, and masks follow from seeds all the same."""
+    """Groups run uncompiled; masks depend on seeds all the same."""
     with (
-        mock.patch.object(Fused, "compile", run_in_parts),
-        mock.patch.object(group_compiler, "_compiled", {}),
+        mock.patch.object(CompiledGroup, "compile", run_uncompiled),
+        mock.patch.object(group_compiler, "compiled_groups", {}),
         mock.patch.object(decompositions, "uniform", seeded),
     ):
         yield
 
 
 def train(parts: Parts, form: Form | None, steps: int = 3, **how: Any) -> State:
-    """All that a few steps return and leave: plainly, or captured and in a form."""
+    """The results and final state of a few steps: plain, or captured and in a form."""
     train_step, model, optimizer, batches = parts
     with (
         no_compiler(),
@@ -106,7 +107,7 @@ def train(parts: Parts, form: Form | None, steps: int = 3, **how: Any) -> State:
 
 
 def assert_close(found: State, expected: State, rtol: float = 1e-9, atol: float = 1e-9) -> None:
-    """The same things in the same forms, strides included, and nearly the same numbers.
+    """The same keys, shapes and strides, and nearly the same numbers.
 
     Random generators are not compared.
     """

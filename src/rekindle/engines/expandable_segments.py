@@ -1,10 +1,10 @@
-"""Memory that torch's allocator can put together from what is free.
+"""Switches on the allocator's expandable segments for steps that take nearly all memory.
 
-The allocator takes memory from a GPU in segments, and a hole that is left between two tensors is of
-no use to a larger one. A step that takes nearly all there is may so fail for want of a piece,
-although there are bytes enough. Segments that grow are made of pages, and free pages can be used
-elsewhere; moving them takes time, and CUDA graphs are steered in segments of the other kind. So the
-allocator is told to use them only where a step runs as code and leaves little room.
+The caching allocator takes memory from the GPU in segments, and free memory scattered over segments
+cannot serve a large request: a step may fail although enough bytes are free. Expandable segments
+consist of pages that can be remapped, which avoids this fragmentation. Remapping takes time, and
+`cudagraph/arena.py` can steer ordinary segments only, so they are used only while a step runs as
+generated code with little memory to spare.
 """
 
 from __future__ import annotations
@@ -17,47 +17,44 @@ import torch
 from rekindle.measuring.meters import available_bytes
 from rekindle.torch_internals import memory_snapshot, set_allocator_settings
 
-_ROOM = 1.25  # of a step's peak: with so much, holes have not mattered
-_KIND = "expandable_segments"
+_ROOMY_RATIO = 1.25  # available memory to peak: above it, fragmentation has not mattered
+_SETTING = "expandable_segments"
 
 
-class Growing:
-    """Has the allocator take memory in segments that grow while a step runs as code.
+class ExpandableSegments:
+    """The context in which the allocator uses expandable segments; `is_on` while it does."""
 
-    `is_on` says whether it does now.
-    """
-
-    def __init__(self, told: str) -> None:
-        """`told` are all settings that the allocator has: it forgets what it is not told again."""
-        parts = (part.strip() for part in told.split(","))
-        self._kept = [part for part in parts if part and not part.startswith(_KIND)]
+    def __init__(self, settings: str) -> None:
+        """Keep the other `settings`: setting one of the allocator's resets all others."""
+        parts = (part.strip() for part in settings.split(","))
+        self._kept = [part for part in parts if part and not part.startswith(_SETTING)]
         self.is_on = False
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Use them now, and no more afterwards."""
-        self._tell(grow=True)
+        """Use expandable segments inside the context only."""
+        self._switch(on=True)
         try:
             yield
         finally:
-            self._tell(grow=False)
+            self._switch(on=False)
 
-    def _tell(self, *, grow: bool) -> None:
-        settings = ",".join((*self._kept, f"{_KIND}:{grow}"))
+    def _switch(self, *, on: bool) -> None:
+        settings = ",".join((*self._kept, f"{_SETTING}:{on}"))
         set_allocator_settings(settings)
-        self.is_on = grow
+        self.is_on = on
 
 
-def growing_for(peak_bytes: int, device: torch.device) -> Growing | None:
-    """What a step needs that takes so much; None if there is room for holes anyway.
+def expandable_segments_for(peak_bytes: int, device: torch.device) -> ExpandableSegments | None:
+    """Expandable segments for a step with this peak; None if there is enough memory anyway.
 
-    Nor can it be had where the user has chosen another allocator, or segments that grow.
+    Also None if the user has chosen another allocator, or expandable segments already.
     """
     if device.type != "cuda" or torch.cuda.get_allocator_backend() != "native":
         return None
-    if available_bytes(device) >= _ROOM * peak_bytes:
+    if available_bytes(device) >= _ROOMY_RATIO * peak_bytes:
         return None
     settings = memory_snapshot()["allocator_settings"]
-    if settings.get(_KIND):
+    if settings.get(_SETTING):
         return None
-    return Growing(settings.get("PYTORCH_CUDA_ALLOC_CONF", ""))
+    return ExpandableSegments(settings.get("PYTORCH_CUDA_ALLOC_CONF", ""))

@@ -1,4 +1,4 @@
-"""Puts off the search for garbage in cycles."""
+"""Pauses Python's garbage collector."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def collected_later() -> Iterator[None]:
-    """No garbage is searched for meanwhile."""
+def gc_paused() -> Iterator[None]:
+    """Collect no reference cycles inside the context."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

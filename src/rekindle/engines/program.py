@@ -1,18 +1,25 @@
-"""Runs a recorded step on the real tensors.
+"""Runs a step as generated Python code, one operator a line.
 
-The optimizer's operators are not run: the user's own optimizer object is called in their place, so
-that learning rates, step counts, hooks and state live where they always live.
+Each name is deleted after its last use, so that memory is freed as early as in the plain step. The
+optimizer's operators are not in the code: the user's own optimizer object is called instead, so
+that learning rates, step counts, hooks and state stay where the user expects them.
 
-A step is whole or not at all, as far as parameters and optimizer state go: they change in that call
-alone, or in several where parameters are updated as their gradients come. An error before the first
-leaves them as they were. Once it has begun, an interrupt waits for the end of the last; and the
-memory that is needed until then is asked for beforehand, so that it does not run out on the way.
+A step either changes parameters and optimizer state completely or not at all. They change only in
+the optimizer call, or in several with early updates. An error before the first leaves them
+untouched. From then on Ctrl-C is deferred until after the last call, and the memory needed until
+then is reserved beforehand, so that the rest cannot run out of memory.
 """
 
 from __future__ import annotations
 
+import itertools
+import linecache
+import math
+import operator
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -22,12 +29,12 @@ from torch import fx
 
 from rekindle.core.cost.allocator import LARGE_BYTES, allocated_bytes
 from rekindle.engines.engine import EngineInfo
-from rekindle.engines.expandable_segments import Growing
+from rekindle.engines.expandable_segments import ExpandableSegments
 from rekindle.rewriting.apply_schedule import RewrittenStep, as_recorded
-from rekindle.rewriting.codegen import Code
 from rekindle.torch_internals import (
     AutoDispatchBelowAutograd,
     ForceDispatchKeyGuard,
+    OpOverload,
     excluded_dispatch_keys,
     included_dispatch_keys,
     set_grad_enabled,
@@ -35,61 +42,60 @@ from rekindle.torch_internals import (
 from rekindle.tracing.defer_sigint import uninterrupted
 from rekindle.tracing.tape import EntryKind, Recording
 
-# The user's optimizer runs with autograd and autocast as they were when the step was called.
-
 
 class Program:
-    """A recorded step as generated code: as it was recorded, or as a plan has rewritten it.
+    """A step as generated code, as recorded or as rewritten for a plan.
 
-    It is an `Engine` itself, the one without CUDA graphs.
+    It is also the engine without CUDA graphs (see `Engine`).
     """
 
-    peak_bytes = 0  # not known: the allocator counts it
+    peak_bytes = 0  # left to the allocator's own statistics
     is_steered = False
 
     def __init__(
         self,
         recording: Recording,
-        listing: RewrittenStep | None = None,
+        rewritten: RewrittenStep | None = None,
         optimizer_bytes: Sequence[int] = (),
-        growing: Growing | None = None,
+        expandable_segments: ExpandableSegments | None = None,
     ) -> None:
-        """`optimizer_bytes` are what the optimizer allocates at once, on CUDA.
+        """Generate the code.
 
-        `growing` is for a step that takes nearly all the memory there is.
+        `optimizer_bytes` are the sizes of the allocations of the optimizer that are live at once,
+        on CUDA. `expandable_segments` is given if the step takes nearly all of the GPU's memory.
         """
-        self._growing = growing
+        self._expandable = expandable_segments
         self.recording = recording
         self._optimizer_bytes = optimizer_bytes
-        self.listing = listing or as_recorded(recording)
+        self.rewritten = rewritten or as_recorded(recording)
         self._optimizer = recording.state.optimizer
         self._device_types = sorted({s.device.type for s in recording.tape.storages} - {"meta"})
-        self._stale_grads = [use.slot for use in recording.grads if not use.reads_old]
+        self._reset_grads = [use.slot for use in recording.grads if not use.reads_old]
         self._final_grads = [(use.slot, use.final) for use in recording.grads]
-        self.outputs = [self.listing.renamed[node] for node in recording.outputs]
+        self.outputs = [self.rewritten.node_map[node] for node in recording.outputs]
         self._state: list[torch.Tensor] = []
         self._stack = ExitStack()
         recorded = len(recording.tape.optimizer_calls)
-        self.is_early = len(self.listing.optimizer_calls) > recorded
-        self._has_begun = False  # to change parameters
-        self._new_state: list[torch.cuda.MemPool] = []  # where it goes, in the first step
+        self.is_early = len(self.rewritten.optimizer_calls) > recorded
+        self._has_updated = False  # in this step
+        self._state_pools: list[torch.cuda.MemPool] = []  # in the first step
         tape = recording.tape
         own = {tape.metas[e.node].storage for e in tape.entries if e.kind is EntryKind.OPT_STATE}
         self._state_bytes = [tape.storages[each].nbytes for each in sorted(own)]
-        self.source, self._run = self.compile(self.listing.nodes, returned=self.outputs)
+        self.source, self._run = self.compile(self.rewritten.nodes, returned=self.outputs)
 
     def __call__(self, batch: list[torch.Tensor], state: list[torch.Tensor]) -> Any:
         """Run one step on a batch's tensors; returns what the user's function returns.
 
-        `state` has the tensor of each of the surroundings' slots.
+        `state` has one tensor for each slot of the step's state.
         """
-        with self.running(state), self.as_code():
+        with self.running(state), self.uncaptured():
             outputs = self._run(batch, state, ())
         return self.finish(outputs, state)
 
     @property
     def program(self) -> Program:
-        """The generated code that an engine runs, or falls back to."""
+        """The program itself."""
         return self
 
     @property
@@ -98,36 +104,36 @@ class Program:
         return EngineInfo("python")
 
     def give_up(self, reason: str) -> None:
-        """Nothing to do: generated code has nothing to fall back to."""
+        """Do nothing: there is no other engine to fall back to."""
 
     @contextmanager
     def running(self, state: list[torch.Tensor]) -> Iterator[None]:
-        """What is set while the step's code runs: it is below autograd, and casts for itself."""
-        for index in self._stale_grads:
+        """The context of a step: below autograd, without autocast (casts are in the graph)."""
+        for index in self._reset_grads:
             state[index].grad = None
         self._state = state
         was_enabled = torch.is_grad_enabled()
         try:
             with ExitStack() as stack:
-                self._stack, self._has_begun = stack, False
+                self._stack, self._has_updated = stack, False
                 self._user_keys = included_dispatch_keys(), excluded_dispatch_keys()
-                stack.enter_context(torch.enable_grad())  # the code switches it as it goes
-                for kind in self._device_types:  # casts are part of the graph already
+                stack.enter_context(torch.enable_grad())  # the code switches it
+                for kind in self._device_types:
                     stack.enter_context(torch.autocast(kind, enabled=False))
                 stack.enter_context(AutoDispatchBelowAutograd())
                 yield
         finally:
-            set_grad_enabled(was_enabled)  # first, and at once: interrupts may come
+            set_grad_enabled(was_enabled)  # first: Ctrl-C may come at any time
             self._state = []
             self._stack = ExitStack()
-            self._new_state = []
+            self._state_pools = []
 
-    def as_code(self) -> AbstractContextManager[None]:
-        """What is set while the code runs and nothing is captured from it."""
-        return self._growing() if self._growing else nullcontext()
+    def uncaptured(self) -> AbstractContextManager[None]:
+        """The context of code that runs while no CUDA graph is captured."""
+        return self._expandable() if self._expandable else nullcontext()
 
     def finish(self, tensors: Iterable[torch.Tensor], state: list[torch.Tensor]) -> Any:
-        """Put a step's outputs where they belong; returns what the user's function returns."""
+        """Write a step's outputs to gradients and modules; returns the user's result."""
         outputs = iter(tensors)
         result = self.recording.result.rebuild([next(outputs) for _ in self.recording.result_nodes])
         for index, node in self._final_grads:
@@ -145,56 +151,51 @@ class Program:
         returned: Sequence[fx.Node],
         functions: Mapping[fx.Node, Callable[..., Any]] = MappingProxyType({}),
     ) -> tuple[str, Callable[..., Any]]:
-        """The function `step(batch, state, entering) -> returned` that runs some of the nodes.
+        """The source and function `step(batch, state, entering) -> returned` that runs some nodes.
 
-        `entering` are results of nodes that have run before; `functions` has what to call for
-        nodes in place of their targets.
+        `entering` are nodes that have run before, `functions` overrides the targets of nodes.
         """
-        recording, listing = self.recording, self.listing
-        code = Code("batch, state, entering")
+        recording, rewritten = self.recording, self.rewritten
+        code = _Code()
         used = {arg for node in nodes for arg in node.all_input_nodes}.union(returned)
-        places = {node: f"batch[{index}]" for index, node in enumerate(recording.batch_nodes)}
+        sources = {node: f"batch[{index}]" for index, node in enumerate(recording.batch_nodes)}
         slots = {(slot.kind, slot.name): i for i, slot in enumerate(recording.state.slots)}
         for entry in recording.tape.entries:
             if entry.kind is EntryKind.GRAD:
-                places[entry.node] = f"state[{slots[EntryKind.PARAM, entry.name]}].grad"
+                sources[entry.node] = f"state[{slots[EntryKind.PARAM, entry.name]}].grad"
             elif (entry.kind, entry.name) in slots:
-                places[entry.node] = f"state[{slots[entry.kind, entry.name]}]"
+                sources[entry.node] = f"state[{slots[entry.kind, entry.name]}]"
             elif entry.kind is not EntryKind.BATCH:
-                code.scope[listing.renamed[entry.node].name] = entry.tensor
+                code.scope[rewritten.node_map[entry.node].name] = entry.tensor
         code.lines = [
-            f"{listing.renamed[node].name} = {place}"
-            for node, place in places.items()
-            if listing.renamed[node] in used
+            f"{rewritten.node_map[node].name} = {source}"
+            for node, source in sources.items()
+            if rewritten.node_map[node] in used
         ]
         if entering:
             code.lines.append(f"[{', '.join(node.name for node in entering)}] = entering")
-        code.add_calls(
-            nodes,
-            frees=listing.frees,
-            grad_enabled={node: call.grad_enabled for node, call in listing.calls.items()},
-            functions={
-                **{
-                    node: self._optimizer_caller(call.params, call.autocast)
-                    for node, call in listing.optimizer_calls.items()
-                },
-                **functions,
-            },
-        )
+        steps = {
+            node: self._optimizer_step(call.params, call.autocast)
+            for node, call in rewritten.optimizer_calls.items()
+        }
+        code.add_calls(nodes, rewritten, {**steps, **functions})
         code.lines.append(f"return [{', '.join(node.name for node in returned)}]")
         return code.compile()
 
-    def _optimizer_caller(
+    def _optimizer_step(
         self, params: list[int], autocast: dict[str, torch.dtype]
     ) -> Callable[..., None]:
-        """The function that hands gradients to the user's optimizer and steps it."""
+        """The function that steps the user's optimizer with the given gradients.
+
+        It runs with autograd and autocast as they were when the step was called.
+        """
 
         def step_optimizer(*grads: torch.Tensor) -> None:
             owners = [self._state[index] for index in params]
-            if not (self.is_early and self._has_begun):
-                self._begin(owners)
+            if not (self.is_early and self._has_updated):
+                self._before_update(owners)
             with ExitStack() as stack:
-                for pool in self._new_state:
+                for pool in self._state_pools:
                     stack.enter_context(torch.cuda.use_mem_pool(pool, owners[0].device))
                 stack.enter_context(uninterrupted())
                 stack.enter_context(ForceDispatchKeyGuard(*self._user_keys))
@@ -211,22 +212,22 @@ class Program:
 
         return step_optimizer
 
-    def _begin(self, owners: list[torch.Tensor]) -> None:
-        """Parameters are about to change: what is left of the step must not fail on the way."""
+    def _before_update(self, owners: list[torch.Tensor]) -> None:
+        """Reserve memory and defer Ctrl-C, so that the step cannot fail once parameters change."""
         if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             for device in {owner.device for owner in owners if owner.is_cuda}:
                 is_new = self._state_bytes and not any(self._optimizer.state.values())
-                if is_new and not (self._growing and self._growing.is_on):
-                    self._make_room_for_state(device)
+                if is_new and not (self._expandable and self._expandable.is_on):
+                    self._reserve_state(device)
                 _reserve(self._optimizer_bytes, device)
         if self.is_early:
             self._stack.enter_context(uninterrupted())
-        self._has_begun = True
+        self._has_updated = True
 
-    def _make_room_for_state(self, device: torch.device) -> None:
-        """Have the optimizer make its state in memory of its own, all in one piece.
+    def _reserve_state(self, device: torch.device) -> None:
+        """Have the optimizer create its state in a pool with one segment of the right size.
 
-        It comes to stay: between gradients, it would hold the memory around it, too.
+        The state lives on after the step; between gradients, it would fragment their memory.
         """
         torch.cuda.empty_cache()
         sizes = np.array(self._state_bytes, dtype=np.int64)
@@ -236,13 +237,95 @@ class Program:
         try:
             with torch.cuda.use_mem_pool(pool, device):
                 _reserve([int(large.sum())], device)
-        except torch.OutOfMemoryError:  # not in one piece
+        except torch.OutOfMemoryError:  # no contiguous room
             _reserve(self._state_bytes, device)
         else:
-            self._new_state = [pool]
+            self._state_pools = [pool]
 
 
 def _reserve(sizes: Sequence[int], device: torch.device) -> None:
-    """Allocate so many bytes in pieces, and let go of them: the allocator keeps them at hand."""
-    pieces = [torch.empty(nbytes, dtype=torch.uint8, device=device) for nbytes in sizes]
-    del pieces
+    """Allocate and free blocks of these sizes, so that the allocator has them cached."""
+    blocks = [torch.empty(nbytes, dtype=torch.uint8, device=device) for nbytes in sizes]
+    del blocks
+
+
+_serial = itertools.count()
+
+
+@dataclass
+class _Code:
+    """The function `step(batch, state, entering)` being written.
+
+    `scope` has the objects that its lines refer to by name.
+    """
+
+    lines: list[str] = field(default_factory=list)
+    scope: dict[str, Any] = field(default_factory=dict)
+
+    def compile(self) -> tuple[str, Callable[..., Any]]:
+        """The source, registered for tracebacks, and the function."""
+        lines = ["def step(batch, state, entering):", *(f"    {line}" for line in self.lines)]
+        source = "\n".join(lines) + "\n"
+        filename = f"<rekindle step {next(_serial)}>"
+        linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
+        exec(compile(source, filename, "exec"), self.scope)
+        return source, self.scope["step"]
+
+    def add_calls(
+        self,
+        nodes: Sequence[fx.Node],
+        rewritten: RewrittenStep,
+        functions: Mapping[fx.Node, Callable[..., Any]],
+    ) -> None:
+        """Append the nodes' calls, and after each the deletion of the names it frees."""
+        is_enabled = True  # the grad mode, which some kernels depend on
+        for node in nodes:
+            call = rewritten.calls.get(node)
+            if call is not None and call.grad_enabled != is_enabled:
+                is_enabled = not is_enabled
+                self.lines.append(f"{self._name(set_grad_enabled)}({is_enabled})")
+            text = self._call(node, functions.get(node, node.target))
+            freed = rewritten.frees.get(node, ())
+            dead = [other.name for other in freed if other is not node]
+            self.lines.append(text if node in freed else f"{node.name} = {text}")
+            if dead:
+                self.lines.append(f"del {', '.join(dead)}")
+
+    def _call(self, node: fx.Node, function: Any) -> str:
+        if function is operator.getitem:
+            source, index = node.args
+            return f"{source}[{index}]"
+        arguments = [self._literal(arg) for arg in node.args]
+        arguments += [f"{key}={self._literal(arg)}" for key, arg in node.kwargs.items()]
+        return f"{self._name(function)}({', '.join(arguments)})"
+
+    def _literal(self, arg: Any) -> str:
+        """An argument as source text; objects without a literal are bound to a name."""
+        if isinstance(arg, fx.Node):
+            return arg.name
+        if isinstance(arg, (list, tuple)):
+            items = [self._literal(item) for item in arg]
+            if isinstance(arg, list):
+                return f"[{', '.join(items)}]"
+            return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
+        if arg is None or isinstance(arg, (bool, int, str)):
+            return repr(arg)
+        if isinstance(arg, float) and math.isfinite(arg):
+            return repr(arg)
+        return self._name(arg)
+
+    def _name(self, value: Any) -> str:
+        """A global name for an object.
+
+        Names cannot clash with locals: operators start with their namespace, others end in "__".
+        """
+        if isinstance(value, OpOverload):
+            stem, end, value = re.sub(r"\W", "_", str(value)), "", value._op
+        else:
+            label = re.sub(r"\W", "_", getattr(value, "__name__", str(value)))
+            stem, end = (label if label.isidentifier() else f"constant_{label}"), "__"
+        for serial in itertools.count():
+            name = f"{stem}_{serial}{end}" if serial else f"{stem}{end}"
+            if name.isidentifier() and self.scope.setdefault(name, value) is value:
+                return name
+        raise AssertionError("unreachable")

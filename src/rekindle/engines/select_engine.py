@@ -14,14 +14,14 @@ from rekindle.core.cost.allocator import allocated_bytes
 from rekindle.core.cost.profile import Profile
 from rekindle.core.graph.graph import StepGraph
 from rekindle.core.graph.schedule import Plan
-from rekindle.engines.cudagraph.graph_engine import CudaGraphEngine, CudaRecorder, Recorder
+from rekindle.engines.cudagraph.graph_engine import CudaGraphEngine, CudaGraphRecorder
 from rekindle.engines.engine import Engine, EngineInfo
 from rekindle.engines.program import Program
 from rekindle.errors import RekindleError
 from rekindle.tracing.tape import Recording
 
 if TYPE_CHECKING:
-    from rekindle.engines.inductor.group_compiler import Fusing
+    from rekindle.engines.inductor.group_compiler import GroupCompiler
 
 log = logging.getLogger("rekindle")
 
@@ -44,13 +44,13 @@ class EngineFactory:
         check_engine(name)
         self._progress = progress
         self._device = device
-        self._recorder: Recorder | None = None
-        self._compiler: Fusing | None = None
+        self._recorder: CudaGraphRecorder | None = None
+        self._compiler: GroupCompiler | None = None
         self._reason = ""
         if name == "inductor":
             self._compiler = self._new_compiler()
         if name != "python" and device.type == "cuda":
-            self._recorder = CudaRecorder(device)
+            self._recorder = CudaGraphRecorder(device)
         elif name == "cudagraph":
             self._without_graphs(f"the model is on the {device.type}")
 
@@ -61,12 +61,12 @@ class EngineFactory:
         """
         if self._compiler is None:
             return recording
-        from rekindle.engines.inductor.decompose import normalized
-        from rekindle.engines.inductor.fusion_groups import fused
+        from rekindle.engines.inductor.decompose import decompose
+        from rekindle.engines.inductor.fusion_groups import fuse
 
         try:
-            decomposed = normalized(recording, for_gpu=self._device.type == "cuda")
-            compiled = fused(decomposed, self._compiler)
+            decomposed = decompose(recording, for_gpu=self._device.type == "cuda")
+            compiled = fuse(decomposed, self._compiler)
             self._compiler.compile(self._progress)
         except Exception as error:  # a compiler, Triton or a header may be missing
             self._without_compiler(error)
@@ -122,13 +122,15 @@ class EngineFactory:
         sizes = np.array([tensor.nbytes for tensor in batch], dtype=np.int64)
         return int(allocated_bytes(sizes, "cuda").sum())
 
-    def _new_compiler(self) -> Fusing | None:
+    def _new_compiler(self) -> GroupCompiler | None:
         try:
-            from rekindle.engines.inductor.group_compiler import Fusing  # takes seconds to load
+            from rekindle.engines.inductor.group_compiler import (
+                GroupCompiler,  # takes seconds to load
+            )
         except ImportError as error:  # a torch without its compiler
             self._without_compiler(error)
             return None
-        return Fusing()
+        return GroupCompiler()
 
     def _without_compiler(self, error: Exception) -> None:
         first_line = (str(error).strip().splitlines() or [repr(error)])[0]

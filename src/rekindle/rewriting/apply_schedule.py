@@ -1,14 +1,14 @@
-"""Puts a schedule into a recorded step: copies where it computes again, and frees where it frees.
+"""Applies a schedule to a recorded step: adds recomputed calls and frees.
 
-The result is a new FX graph in the schedule's order. Every copy is the recorded call once more, on
-the copies of its arguments that the schedule says are there; a random op's copy draws the numbers
-that the op drew, from the generator state it started with; a copy leaves all state alone.
+The result is a new FX graph in the schedule's order. A recomputed call, or copy, repeats a recorded
+one on the copies of its arguments that are live there. A copy of a random op restores the generator
+state that the op started from and so draws the same numbers; no copy writes to state.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -19,7 +19,6 @@ from torch import fx
 from rekindle.core.graph.graph import Op, OpKind, StepGraph
 from rekindle.core.graph.schedule import Free, ResolvedCompute, Schedule, resolve
 from rekindle.rewriting import multi_tensor
-from rekindle.rewriting.codegen import last_uses
 from rekindle.torch_internals import OpOverload
 from rekindle.tracing import operators, rng
 from rekindle.tracing.tape import Call, OptimizerCall, Recording
@@ -27,11 +26,12 @@ from rekindle.tracing.tape import Call, OptimizerCall, Recording
 
 @dataclass
 class RewrittenStep:
-    """A step as nodes in the order they run, and the nodes whose tensors go after each.
+    """A step as nodes in execution order, and the nodes whose tensors are freed after each.
 
-    `calls` has the recorded call behind each node, `optimizer_calls` the one it stands for,
-    `together` all those that one node does; `origin` says which copy of which op a node is.
-    `renamed` leads from recorded nodes to those that hold the same thing when the step ends.
+    `calls` has the recorded call behind each node, `optimizer_calls` those of the user's optimizer,
+    `batched` all calls that one foreach node makes. `origin` has each node's op and copy (0 is the
+    original). `node_map` maps recorded inputs and outputs to the nodes that hold them at the step's
+    end.
     """
 
     graph: fx.Graph
@@ -39,19 +39,19 @@ class RewrittenStep:
     frees: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
     calls: dict[fx.Node, Call] = field(default_factory=dict)
     optimizer_calls: dict[fx.Node, OptimizerCall] = field(default_factory=dict)
-    together: dict[fx.Node, list[Call]] = field(default_factory=dict)
+    batched: dict[fx.Node, list[Call]] = field(default_factory=dict)
     origin: dict[fx.Node, tuple[int, int]] = field(default_factory=dict)
-    renamed: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    node_map: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
 
 def as_recorded(recording: Recording) -> RewrittenStep:
-    """The step as it was recorded, each tensor freed after its last use."""
+    """The step in recorded order, each tensor freed after its last use."""
     tape = recording.tape
     in_optimizer = {call.node for call in tape.calls if call.in_optimizer}
     nodes = [
         node
         for node in tape.graph.nodes
-        if node.op == "call_function" and path(node)[0] not in in_optimizer
+        if node.op == "call_function" and item_path(node)[0] not in in_optimizer
     ]
     entered = {entry.node for entry in tape.entries}
     return RewrittenStep(
@@ -60,15 +60,15 @@ def as_recorded(recording: Recording) -> RewrittenStep:
         frees=last_uses(nodes, entered.union(recording.outputs)),
         calls={call.node: call for call in tape.calls},
         optimizer_calls={call.node: call for call in tape.optimizer_calls},
-        renamed={node: node for node in entered.union(recording.outputs)},
+        node_map={node: node for node in entered.union(recording.outputs)},
     )
 
 
 def rewrite(recording: Recording, graph: StepGraph, schedule: Schedule) -> RewrittenStep:
-    """The step as the schedule runs it; `graph` is the recording's own, lifted."""
-    listing = _Rewriter(recording, graph, schedule).run()
-    listing.graph.lint()
-    return listing
+    """The recorded step under a schedule of its lifted `graph`."""
+    rewritten = _Rewriter(recording, graph, schedule).run()
+    rewritten.graph.lint()
+    return rewritten
 
 
 class _Rewriter:
@@ -76,25 +76,26 @@ class _Rewriter:
         self.recording = recording
         self.graph = graph
         self.schedule = schedule
-        self.listing = RewrittenStep(fx.Graph())
+        self.rewritten = RewrittenStep(fx.Graph())
         self.call_of = {call.node.name: call for call in recording.tape.calls}
         self.value_of = {value.name: value.index for value in graph.values}
         self.node_of: dict[tuple[int, int], fx.Node] = {}  # by value and copy
         self.held: dict[tuple[int, int], list[fx.Node]] = {}  # by storage and copy
-        self.random_state: dict[int, fx.Node] = {}  # by op: what its generator started from
+        self.random_state: dict[int, fx.Node] = {}  # by op: its generator's state before it
         self.scratch: list[fx.Node] = []
-        self.is_early = bool(graph.early_updates)
-        self.again = {step.op for step in schedule if not isinstance(step, Free) and step.copy}
+        self.recomputed = {step.op for step in schedule if not isinstance(step, Free) and step.copy}
 
     def run(self) -> RewrittenStep:
         for entry in self.recording.tape.entries:
-            node = self.listing.graph.placeholder(entry.node.name)
+            node = self.rewritten.graph.placeholder(entry.node.name)
             self.node_of[self.value_of[entry.node.name], 0] = node
-            self.listing.renamed[entry.node] = node
-        before, last = self._optimizer_places()
+            self.rewritten.node_map[entry.node] = node
+        before, last = self._optimizer_positions()
         for step in resolve(self.graph, self.schedule):
             if isinstance(step, Free):
-                self._free(step)
+                freed = self.held.pop((step.storage, step.copy), [])
+                if freed:
+                    self.rewritten.frees.setdefault(self.rewritten.nodes[-1], []).extend(freed)
                 continue
             if not step.copy:
                 for call in before.get(step.op, ()):
@@ -103,25 +104,24 @@ class _Rewriter:
         for call in last:
             self._run_optimizer(call)
         for node in self.recording.outputs:
-            self.listing.renamed[node] = self.node_of[self.value_of[node.name], 0]
-        self._free_looks()
-        return self.listing
+            self.rewritten.node_map[node] = self.node_of[self.value_of[node.name], 0]
+        self._free_views_of_outputs()
+        return self.rewritten
 
-    def _free_looks(self) -> None:
-        """Views of what stays after the step hold no memory: each goes after its last use."""
-        outputs = set(self.listing.renamed.values())
-        looks = {node for nodes in self.held.values() for node in nodes if node not in outputs}
-        for node in reversed(self.listing.nodes):
-            last = [n for n in (node, *node.all_input_nodes) if n in looks]
-            if last:
-                self.listing.frees.setdefault(node, []).extend(last)
-                looks.difference_update(last)
+    def _free_views_of_outputs(self) -> None:
+        """Free views of storages that outlive the step after their last use."""
+        views = {node for nodes in self.held.values() for node in nodes}
+        views.difference_update(self.rewritten.node_map.values())
+        others = set(self.rewritten.graph.nodes) - views
+        for node, freed in last_uses(self.rewritten.nodes, others).items():
+            if freed:
+                self.rewritten.frees.setdefault(node, []).extend(freed)
 
-    def _optimizer_places(self) -> tuple[dict[int, list[OptimizerCall]], list[OptimizerCall]]:
-        """The op before which each call of the user's optimizer stands; and those after all."""
-        index = {op.name: op.index for op in self.graph.ops}
-        if self.is_early:
+    def _optimizer_positions(self) -> tuple[dict[int, list[OptimizerCall]], list[OptimizerCall]]:
+        """The optimizer calls that come before each op, and those that come last."""
+        if self.graph.early_updates:
             return {}, []
+        index = {op.name: op.index for op in self.graph.ops}
         calls = {call.node: call for call in self.recording.tape.optimizer_calls}
         before: dict[int, list[OptimizerCall]] = {}
         waiting: list[OptimizerCall] = []
@@ -137,65 +137,60 @@ class _Rewriter:
         op = self.graph.ops[step.op]
         call = self.call_of.get(op.name)
         if op.kind is OpKind.UPDATE:
-            self._run_optimizer(self._part_of_optimizer(op))
+            self._run_optimizer(self._partial_optimizer_call(op))
             return
         if op.kind is OpKind.FOREACH:
-            self._compute_together(op, step)
+            self._compute_batched(op, step)
             return
         if call is None or call.in_optimizer:
-            return  # the user's optimizer does that
-        node = self._copy(call, step) if step.copy else self._captured(call, step)
+            return  # run by the user's optimizer
+        node = self._copy(call, step) if step.copy else self._original(call, step)
         self._add(node, call)
-        self.listing.origin[node] = (step.op, step.copy)
+        self.rewritten.origin[node] = (step.op, step.copy)
         if self.scratch:
-            self.listing.frees[node], self.scratch = self.scratch, []
+            self.rewritten.frees[node], self.scratch = self.scratch, []
         if call.results == [call.node]:
             self._bind(call.node, node, step)
             return
         if step.copy and op.copy_target:
-            self._bind(call.results[0], node, step)  # all that this operator returns
+            self._bind(call.results[0], node, step)  # the only result of this operator
             return
-        parts = {call.node: node}
+        items = {call.node: node}
         for result in call.results:
-            self._bind(result, self._part(result, call, parts), step)
-        results = self._results(call, step)
-        last = self.listing.nodes[-1]
-        self.listing.frees[last] = [part for part in parts.values() if part not in results]
+            self._bind(result, self._item(result, call, items), step)
+        results = [self._resolved(result, step) for result in call.results]
+        last = self.rewritten.nodes[-1]
+        self.rewritten.frees[last] = [item for item in items.values() if item not in results]
 
-    def _compute_together(self, op: Op, step: ResolvedCompute) -> None:
-        """One call for several recorded ones, and its results, each for itself."""
+    def _compute_batched(self, op: Op, step: ResolvedCompute) -> None:
+        """One foreach call for several recorded ones, and one node for each of its results."""
         calls = [self.call_of[member] for member in op.members]
-        function, argument = multi_tensor.combined(calls[0])
-        tensors = [self._lead(multi_tensor.operand(call), step) for call in calls]
+        function, argument = multi_tensor.foreach_form(calls[0])
+        tensors = [self._resolved(multi_tensor.operand(call), step) for call in calls]
         node = self._create(function, (tensors, argument), {}, op.name)
         self._add(node, calls[0])
-        self.listing.origin[node] = (step.op, step.copy)
-        self.listing.together[node] = calls
+        self.rewritten.origin[node] = (step.op, step.copy)
+        self.rewritten.batched[node] = calls
         if function is not multi_tensor.cast:
             return
         for index, call in enumerate(calls):
-            part = self._create(operator.getitem, (node, index), {}, call.node.name)
-            self._add(part, call)
-            self._bind(call.node, part, step)
-        self.listing.frees[part] = [node]
+            item = self._create(operator.getitem, (node, index), {}, call.node.name)
+            self._add(item, call)
+            self._bind(call.node, item, step)
+        self.rewritten.frees[item] = [node]
 
-    def _results(self, call: Call, step: ResolvedCompute) -> list[fx.Node]:
-        values = [self.value_of[result.name] for result in call.results]
-        return [self.node_of[value, step.copies[value]] for value in values]
-
-    def _captured(self, call: Call, step: ResolvedCompute) -> fx.Node:
-        if call.is_random and step.op in self.again:
-            source = _generator_of(call, self.recording)
-            state = self._create(rng.read, (source,), {}, f"{call.node.name}_state")
+    def _original(self, call: Call, step: ResolvedCompute) -> fx.Node:
+        if call.is_random and step.op in self.recomputed:
+            name, source = f"{call.node.name}_state", _generator_of(call, self.recording)
+            self.random_state[step.op] = state = self._create(rng.read, (source,), {}, name)
             self._add(state, call)
-            self.random_state[step.op] = state
         args, kwargs = self._arguments(call.node, step)
         return self._create(*self._in_place(call, step, args, kwargs), call.node.name)
 
     def _in_place(
         self, call: Call, step: ResolvedCompute, args: Any, kwargs: Any
     ) -> tuple[Any, Any, Any]:
-        """What to call with what, where the graph has an op write over what it read."""
+        """Target and arguments of a call, in place or with `out=` if the graph has it overwrite."""
         target, written = call.node.target, self.graph.ops[step.op].mutates
         if call.writes or not written:
             return target, args, kwargs
@@ -207,83 +202,78 @@ class _Rewriter:
         return overwriting, args, {**kwargs, operators.last_argument(overwriting): out}
 
     def _copy(self, call: Call, step: ResolvedCompute) -> fx.Node:
-        """A call that computes again what the captured one computed, and changes nothing else."""
+        """A call that recomputes a recorded one without side effects."""
         op = self.graph.ops[step.op]
         name = f"{call.node.name}_again"
         if op.copy_target:
             assert isinstance(call.node.target, OpOverload)
-            device = self.recording.tape.storages[self._storage(call.results[0])].device
+            device = _device_of(self.recording, call.results[0])
             results = tuple(self.node_of[self.value_of[r.name], 0] for r in call.results[1:])
             target = operators.copy_op(call.node.target, device, writes=True)
-            args, _ = self._arguments(call.node, step, without=set(call.writes))
+            args, _ = self._arguments(call.node, step, dict.fromkeys(call.writes))
             return self._create(target, operators.copy_arguments(args, (None, *results)), {}, name)
-        changed = self._state(call)
-        args, kwargs = self._arguments(call.node, step, without=changed)
-        if changed and self._follows_from_state(call):
-            args, kwargs = self._arguments(call.node, step, instead=self._scratch(call, changed))
+        state = {entry.node for entry in self.recording.tape.entries}.intersection(call.writes)
+        replaced = dict.fromkeys(state)
+        if state and self._needs_running_statistics(call):
+            replaced = self._scratch(call, state)
+        args, kwargs = self._arguments(call.node, step, replaced)
         if not call.is_random:
             return self._create(*self._in_place(call, step, args, kwargs), name)
         source = _generator_of(call, self.recording)
-        state = self.random_state[step.op]
-        return self._create(rng.replay, (source, state, call.node.target, *args), kwargs, name)
+        args = (source, self.random_state[step.op], call.node.target, *args)
+        return self._create(rng.replay, args, kwargs, name)
 
-    def _state(self, call: Call) -> set[fx.Node]:
-        """The arguments of a call that were there before the step and that it changes."""
-        entered = {entry.node for entry in self.recording.tape.entries}
-        return entered.intersection(call.writes)
+    def _needs_running_statistics(self, call: Call) -> bool:
+        """True if a batch norm needs running statistics even in a copy.
 
-    def _follows_from_state(self, call: Call) -> bool:
-        """Whether the types of a batch norm's results depend on statistics that a copy lacks."""
+        Without a weight, they determine the dtypes of its results.
+        """
         target = call.node.target
         is_norm = isinstance(target, OpOverload) and operators.writes_statistics(target)
         return is_norm and call.node.args[1] is None
 
-    def _scratch(self, call: Call, state: set[fx.Node]) -> dict[fx.Node, fx.Node]:
-        """Memory for a copy to write to in place of state; it goes right after the copy."""
-        made = {}
+    def _scratch(self, call: Call, state: set[fx.Node]) -> dict[fx.Node, fx.Node | None]:
+        """Uninitialized tensors for a copy to write to in place of state, freed right after it."""
+        found: dict[fx.Node, fx.Node | None] = {}
         for node in sorted(state, key=lambda each: each.name):
             meta = self.recording.tape.metas[node]
-            device = self.recording.tape.storages[meta.storage].device
-            how = {"dtype": meta.dtype, "device": device}
+            options = {"dtype": meta.dtype, "device": _device_of(self.recording, node)}
             name = f"{node.name}_scratch"
-            made[node] = self._create(torch.empty, (list(meta.shape),), how, name)
-            self._add(made[node], call)
-        self.scratch += made.values()
-        return made
+            found[node] = made = self._create(torch.empty, (list(meta.shape),), options, name)
+            self._add(made, call)
+            self.scratch.append(made)
+        return found
 
     def _arguments(
         self,
         node: fx.Node,
         step: ResolvedCompute,
-        without: Collection[fx.Node] = (),
-        instead: Mapping[fx.Node, fx.Node] = MappingProxyType({}),
+        replaced: Mapping[fx.Node, fx.Node | None] = MappingProxyType({}),
     ) -> tuple[Any, Any]:
-        """A recorded call's arguments, from the copies it reads; None for what is left out."""
+        """A recorded call's arguments, from the copies it reads, except where `replaced`."""
 
-        def lead(arg: fx.Node) -> fx.Node | None:
-            if arg in instead:
-                return instead[arg]
-            return None if arg in without else self._lead(arg, step)
+        def resolved(arg: fx.Node) -> fx.Node | None:
+            return replaced[arg] if arg in replaced else self._resolved(arg, step)
 
-        return fx.map_arg(node.args, lead), fx.map_arg(node.kwargs, lead)
+        return fx.map_arg(node.args, resolved), fx.map_arg(node.kwargs, resolved)
 
-    def _lead(self, arg: fx.Node, step: ResolvedCompute) -> fx.Node:
-        """The node that holds what a recorded argument is, at this step of the schedule."""
+    def _resolved(self, arg: fx.Node, step: ResolvedCompute) -> fx.Node:
+        """The node that holds a recorded argument at this step of the schedule."""
         value = self.value_of[arg.name]
         return self.node_of[value, step.copies[value]]
 
-    def _part(self, result: fx.Node, call: Call, parts: dict[fx.Node, fx.Node]) -> fx.Node:
-        """One tensor or list of what a call returns, taken out of it as the recording did.
+    def _item(self, result: fx.Node, call: Call, items: dict[fx.Node, fx.Node]) -> fx.Node:
+        """The node for one item of what a call returns, created with `getitem` where it is missing.
 
-        `parts` has what is there already, by the recorded nodes.
+        `items` has the nodes that exist already, by the recorded nodes.
         """
-        if result not in parts:
+        if result not in items:
             source, index = result.args
             assert isinstance(source, fx.Node)
-            whole = self._part(source, call, parts)
-            parts[result] = self._create(result.target, (whole, index), {}, result.name)
-            self._add(parts[result], call)
-        return parts[result]
+            whole = self._item(source, call, items)
+            items[result] = self._create(result.target, (whole, index), {}, result.name)
+            self._add(items[result], call)
+        return items[result]
 
     def _bind(self, result: fx.Node, node: fx.Node, step: ResolvedCompute) -> None:
         value = self.value_of[result.name]
@@ -291,13 +281,8 @@ class _Rewriter:
         self.node_of[value, copy] = node
         self.held.setdefault((self.graph.values[value].storage, copy), []).append(node)
 
-    def _free(self, step: Free) -> None:
-        nodes = self.held.pop((step.storage, step.copy), [])
-        if nodes:
-            self.listing.frees.setdefault(self.listing.nodes[-1], []).extend(nodes)
-
-    def _part_of_optimizer(self, op: Op) -> OptimizerCall:
-        """The recorded optimizer call with the gradients of one update, and their parameters."""
+    def _partial_optimizer_call(self, op: Op) -> OptimizerCall:
+        """The recorded optimizer call, restricted to the parameters of one early update."""
         (call,) = self.recording.tape.optimizer_calls
         names = {self.graph.values[value].name for value in op.inputs}
         pairs = [(p, g) for p, g in zip(call.params, call.grads, strict=True) if g.name in names]
@@ -306,22 +291,19 @@ class _Rewriter:
     def _run_optimizer(self, call: OptimizerCall) -> None:
         grads = tuple(self.node_of[self.value_of[grad.name], 0] for grad in call.grads)
         node = self._create(call.node.target, grads, {}, call.node.name)
-        self.listing.nodes.append(node)
-        self.listing.optimizer_calls[node] = call
-
-    def _storage(self, node: fx.Node) -> int:
-        return self.recording.tape.metas[node].storage
+        self.rewritten.nodes.append(node)
+        self.rewritten.optimizer_calls[node] = call
 
     def _create(self, target: Any, args: Any, kwargs: Any, name: str) -> fx.Node:
-        return self.listing.graph.create_node("call_function", target, args, kwargs, name=name)
+        return self.rewritten.graph.create_node("call_function", target, args, kwargs, name=name)
 
     def _add(self, node: fx.Node, call: Call) -> None:
-        self.listing.nodes.append(node)
-        self.listing.calls[node] = call
+        self.rewritten.nodes.append(node)
+        self.rewritten.calls[node] = call
 
 
-def path(node: fx.Node) -> tuple[fx.Node, tuple[Any, ...]]:
-    """The call that a node is one result of, and the indices that lead to it, the first first."""
+def item_path(node: fx.Node) -> tuple[fx.Node, tuple[Any, ...]]:
+    """The call that a node is a result of, and the `getitem` indices that lead to it."""
     indices: tuple[Any, ...] = ()
     while node.target is operator.getitem:
         source, index = node.args
@@ -330,10 +312,23 @@ def path(node: fx.Node) -> tuple[fx.Node, tuple[Any, ...]]:
     return node, indices
 
 
+def last_uses(nodes: Sequence[fx.Node], kept: set[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """The nodes to free after each node: those with no later use and not in `kept`."""
+    seen = set(kept)
+    dying: dict[fx.Node, list[fx.Node]] = {}
+    for node in reversed(nodes):
+        dying[node] = [n for n in (node, *node.all_input_nodes) if n not in seen]
+        seen.update(dying[node])
+    return dying
+
+
 def _generator_of(call: Call, recording: Recording) -> torch.Generator | str:
-    """Whom a random call draws from: its own generator, or the default one of its device."""
+    """The generator of a random call: its own, or the name of its device for the default one."""
     for arg in (*call.node.args, *call.node.kwargs.values()):
         if isinstance(arg, torch.Generator):
             return arg
-    touched = [*call.results, *call.writes]
-    return str(recording.tape.storages[recording.tape.metas[touched[0]].storage].device)
+    return str(_device_of(recording, [*call.results, *call.writes][0]))
+
+
+def _device_of(recording: Recording, node: fx.Node) -> torch.device:
+    return recording.tape.storages[recording.tape.metas[node].storage].device

@@ -1,10 +1,12 @@
-"""What a step's nodes are going to ask the allocator for, as far as its graph and profile tell."""
+"""The allocations that a step's captured nodes will request, from its graph, plan and profile."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from torch import fx
@@ -15,167 +17,159 @@ from rekindle.core.graph.schedule import Compute, Plan, schedule_of
 from rekindle.core.graph.simulate import main_device
 from rekindle.core.memory.allocator_steering import REST_BYTES, Blocks, rounded
 from rekindle.core.memory.layout import layout
-from rekindle.engines.cudagraph.graph_parts import Part
+from rekindle.engines.cudagraph.graph_parts import StepPart
 from rekindle.engines.program import Program
-from rekindle.rewriting.apply_schedule import path
+from rekindle.rewriting.apply_schedule import item_path
 
-# The library for these takes memory when it is first used on a stream, and keeps it.
-_PRODUCTS = frozenset(
+# cuBLAS allocates a workspace when it is first used on a stream, and keeps it.
+_MATMULS = frozenset(
     ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "_addmm_activation")
 )
 
 
-class AllocationRequests:
-    """The large pieces that the captured nodes of a step ask for: results, and workspaces.
+class BlockRequest(NamedTuple):
+    """A large block: its lifetime in positions of the schedule, and its size."""
 
-    `pieces_of` has those of each node, by their number. After each of `last_before_unknown` comes a
-    call of the optimizer, which cannot be looked into. Workspaces are known from a profile; without
-    one, they can be added.
+    start: int
+    end: int
+    nbytes: int
+    is_steered: bool  # False in the optimizer's calls, which cannot be steered
+
+
+class AllocationRequests:
+    """The large blocks that the captured nodes of a step request: results, and workspaces.
+
+    `blocks_of` has the indices of each node's blocks in `requests`. The optimizer is called after
+    each node of `before_optimizer`; its requests are unknown. Workspaces come from the profile;
+    without one, they can be added once they are measured.
     """
 
     def __init__(
         self,
         program: Program,
-        parts: list[Part],
+        parts: list[StepPart],
         graph: StepGraph,
         plan: Plan | None,
         profile: Profile | None,
-        made_outside: AbstractSet[fx.Node] = frozenset(),
+        preallocated: AbstractSet[fx.Node] = frozenset(),
     ) -> None:
-        """`plan` is what the program was rewritten by, if anything; `graph` is of the plan.
+        """`graph` is the graph of `plan`, or of the recorded step without one.
 
-        What nodes of `made_outside` stand for is there before the graph runs.
+        The results of `preallocated` nodes exist before the CUDA graph runs.
         """
-        self._nbytes: list[int] = []
-        self.pieces_of: defaultdict[fx.Node, list[int]] = defaultdict(list)
-        self.last_before_unknown: set[fx.Node] = set()
-        self.has_products = False
-        self._start: list[int] = []
-        self._end: list[int] = []
-        self._is_steered: list[bool] = []
+        self.requests: list[BlockRequest] = []
+        self.blocks_of: defaultdict[fx.Node, list[int]] = defaultdict(list)
         self._graph = graph
-        listing = program.listing
-        self._captured = {node for part in parts if part.is_graph for node in part.nodes}
-        self._captured -= made_outside
-        self._calls = self._captured & listing.optimizer_calls.keys()
-        origin = {node: place for node, place in listing.origin.items() if node in self._captured}
-        if not listing.origin:  # the step as it was recorded: nodes have the names of their ops
-            ops = {op.name: op.index for op in graph.ops}
-            origin = {n: (ops[n.name], 0) for n in self._captured if n.name in ops}
-        node_of = {place: node for node, place in origin.items()}
-        schedule = schedule_of(graph, plan)
-        runs = [(step.op, step.copy) for step in schedule if isinstance(step, Compute)]
-        self._n_positions = len(runs)
-        nodes = [node_of.get(run) for run in runs]
-        self._places = {
-            node: (position, run[0])
-            for position, (run, node) in enumerate(zip(runs, nodes, strict=True))
-            if node is not None
+        rewritten = program.rewritten
+        captured = {node for part in parts if part.is_graph for node in part.nodes} - preallocated
+        optimizer_calls = captured & rewritten.optimizer_calls.keys()
+        self._has_optimizer = bool(optimizer_calls)
+        self.before_optimizer = {
+            node
+            for part in parts
+            for node, following in pairwise(part.nodes)
+            if following in optimizer_calls
         }
+        origin = {node: place for node, place in rewritten.origin.items() if node in captured}
+        if not rewritten.origin:  # a step as recorded: nodes are named as their ops
+            ops = {op.name: op.index for op in graph.ops}
+            origin = {node: (ops[node.name], 0) for node in captured if node.name in ops}
+        node_of = {place: node for node, place in origin.items()}
+        steps = [step for step in schedule_of(graph, plan) if isinstance(step, Compute)]
+        self._ops = [step.op for step in steps]  # by position
+        self._nodes = [node_of.get((step.op, step.copy)) for step in steps]
+        self._position_of = {node: i for i, node in enumerate(self._nodes) if node is not None}
+        self.has_matmuls = any(
+            _operator(graph.ops[self._ops[position]].target) in _MATMULS
+            for position in self._position_of.values()
+        )
+        self._add_results(program, parts, plan)
         self.has_workspaces = profile is not None
-        self._add_results(plan, runs, nodes, self._left(program, parts), self._ranks(program))
         if profile is not None:
             workspaces = profile.workspaces_bytes.tolist()
-            for position, (run, node) in enumerate(zip(runs, nodes, strict=True)):
-                self._add(position, position, workspaces[run[0]], run[0], node)
-        for run, node in zip(runs, nodes, strict=True):
-            if node is not None and _operator(graph.ops[run[0]].target) in _PRODUCTS:
-                self.has_products = True
-        for part in parts:
-            for node, following in zip(part.nodes, part.nodes[1:], strict=False):
-                if following in self._calls:
-                    self.last_before_unknown.add(node)
+            for position, op in enumerate(self._ops):
+                self._add(position, position, workspaces[op])
 
     @property
     def nodes(self) -> set[fx.Node]:
         """The captured nodes that stand for ops."""
-        return set(self._places)
+        return set(self._position_of)
 
-    @property
-    def n_pieces(self) -> int:
-        """How many pieces there are."""
-        return len(self._nbytes)
-
-    def pieces(self, library_bytes: int) -> Blocks:
-        """All pieces, with what a library keeps throughout as the last one; it is there first."""
-        has_library = library_bytes > REST_BYTES
-        last = [(0, self._n_positions, library_bytes, True)] if has_library else []
-        start = [each + 1 for each in self._start] + [each[0] for each in last]
-        end = [each + 1 for each in self._end] + [each[1] for each in last]
-        nbytes = self._nbytes + [each[2] for each in last]
-        is_steered = self._is_steered + [each[3] for each in last]
+    def blocks(self, cublas_workspace_bytes: int) -> Blocks:
+        """All blocks, and last cuBLAS's workspace, which is allocated first and kept throughout."""
+        requests = self.requests[:]
+        if cublas_workspace_bytes > REST_BYTES:
+            requests.append(BlockRequest(-1, len(self._ops) - 1, cublas_workspace_bytes, True))
         return Blocks(
-            np.array(start, dtype=np.int64),
-            np.array(end, dtype=np.int64),
-            np.array([rounded(each) for each in nbytes], dtype=np.int64),
-            np.array(is_steered, dtype=bool),
+            np.array([each.start + 1 for each in requests], dtype=np.int64),
+            np.array([each.end + 1 for each in requests], dtype=np.int64),
+            np.array([rounded(each.nbytes) for each in requests], dtype=np.int64),
+            np.array([each.is_steered for each in requests], dtype=bool),
         )
 
     def add_workspaces(self, nbytes_of: Mapping[fx.Node, int]) -> None:
-        """Add what nodes were seen to ask for beside their results."""
+        """Add the workspaces that nodes were measured to need."""
         for node, nbytes in nbytes_of.items():
-            position, op = self._places[node]
-            self._add(position, position, nbytes, op, node)
+            position = self._position_of[node]
+            self._add(position, position, nbytes)
         self.has_workspaces = True
 
-    def _add_results(
-        self,
-        plan: Plan | None,
-        runs: list[tuple[int, int]],
-        nodes: list[fx.Node | None],
-        left: set[int],
-        ranks: Mapping[tuple[int, int], int],
-    ) -> None:
-        """Add what ops make. What a graph hands on to later parts is there as long as the graph."""
+    def _add_results(self, program: Program, parts: list[StepPart], plan: Plan | None) -> None:
+        """Add the results of ops. Those handed on to later parts live as long as the graph."""
         graph, device = self._graph, main_device(self._graph)
-        laid = layout(graph, plan, in_place=False, sharing=False)
-        lives = zip(laid.storage.tolist(), laid.start.tolist(), laid.end.tolist(), strict=True)
-        asked = sorted(lives, key=lambda life: (life[1], ranks.get((runs[life[1]][0], life[0]), 0)))
-        for storage, start, end in asked:
+        storage_of = {value.name: value.storage for value in graph.values}
+        handed_on = self._handed_on(program, parts, storage_of)
+        request_order = self._request_order(program, storage_of)
+        found = layout(graph, plan, in_place=False, sharing=False)
+        columns = (found.storage.tolist(), found.start.tolist(), found.end.tolist())
+        lifetimes = sorted(
+            zip(*columns, strict=True),
+            key=lambda each: (each[1], request_order.get((self._ops[each[1]], each[0]), 0)),
+        )
+        for storage, start, end in lifetimes:
             if graph.storages[storage].device == device:
-                last = self._n_positions - 1 if storage in left else end
-                nbytes = graph.storages[storage].nbytes
-                self._add(start, last, nbytes, runs[start][0], nodes[start])
+                last = len(self._ops) - 1 if storage in handed_on else end
+                self._add(start, last, graph.storages[storage].nbytes)
 
-    def _add(self, start: int, end: int, nbytes: int, op: int, node: fx.Node | None) -> None:
-        """Add a piece, if it is a large one and made in a graph."""
-        in_call = self._graph.ops[op].phase is Phase.OPTIMIZER and bool(self._calls)
-        if nbytes <= REST_BYTES or (node is None and not in_call):
+    def _add(self, start: int, end: int, nbytes: int) -> None:
+        """Add a block if it is large and allocated in a CUDA graph."""
+        node, op = self._nodes[start], self._graph.ops[self._ops[start]]
+        in_optimizer = self._has_optimizer and op.phase is Phase.OPTIMIZER
+        if nbytes <= REST_BYTES or (node is None and not in_optimizer):
             return
         if node is not None:
-            self.pieces_of[node].append(len(self._nbytes))
-        self._nbytes.append(nbytes)
-        self._start.append(start)
-        self._end.append(end)
-        self._is_steered.append(node is not None)
+            self.blocks_of[node].append(len(self.requests))
+        self.requests.append(BlockRequest(start, end, nbytes, is_steered=node is not None))
 
-    def _ranks(self, program: Program) -> dict[tuple[int, int], int]:
-        """By op and storage: when memory is asked for it, among an op's results."""
-        storage_of = {value.name: value.storage for value in self._graph.values}
-        ranks: dict[tuple[int, int], int] = {}
-        for node, (_, op) in self._places.items():
-            call = program.listing.calls.get(node)
+    def _request_order(
+        self, program: Program, storage_of: Mapping[str, int]
+    ) -> dict[tuple[int, int], int]:
+        """By op and storage: the position of the storage among the op's requests."""
+        found: dict[tuple[int, int], int] = {}
+        for node, position in self._position_of.items():
+            call = program.rewritten.calls.get(node)
             order: list[int] = getattr(node.target, "order", [])
             for result in call.results if call else ():
-                index = path(result)[1]
+                index = item_path(result)[1]
                 if len(index) == 1 and index[0] in order:
-                    ranks[op, storage_of.get(result.name, -1)] = order.index(index[0])
-        return ranks
+                    key = self._ops[position], storage_of.get(result.name, -1)
+                    found[key] = order.index(index[0])
+        return found
 
-    def _left(self, program: Program, parts: list[Part]) -> set[int]:
-        """The storages of what graphs hand on."""
-        listing, graph = program.listing, self._graph
-        storage_of = {value.name: value.storage for value in graph.values}
+    def _handed_on(
+        self, program: Program, parts: list[StepPart], storage_of: Mapping[str, int]
+    ) -> set[int]:
+        """The storages that CUDA graphs hand on to later parts."""
         found: set[int] = set()
         for node in [node for part in parts if part.is_graph for node in part.leaving]:
-            call, indices = listing.calls.get(node), path(node)[1]
+            call, indices = program.rewritten.calls.get(node), item_path(node)[1]
             for result in call.results if call else ():
-                if not indices or path(result)[1] in ((), indices):
+                if not indices or item_path(result)[1] in ((), indices):
                     found.add(storage_of.get(result.name, -1))
         return found
 
 
 def _operator(target: str) -> str:
-    """An operator's name without namespace and overload."""
+    """The name of an operator without namespace and overload."""
     names = target.split(".")
     return names[1] if len(names) > 1 else target

@@ -1,13 +1,15 @@
-"""One arena for all that a step makes while it is captured in CUDA graphs.
+"""One arena for everything that a step allocates while it is captured in CUDA graphs.
 
-A pool of graphs keeps what the allocator has reserved for it, and the allocator has no foresight:
-it may reserve half as much again as is ever in use. Here the pool starts with one segment, as large
-as the plan says, and the ops are wrapped while they are captured: before each, memory is arranged
-(`core.steering`) so that its results go where they were planned to lie; after it, it is noted where
-they have gone. Nothing that is computed depends on that. If the allocator does not do as expected,
-its state is read anew, and if that happens too often, the capture goes on without steering.
+A graph's memory pool keeps all segments that the allocator reserves for it, and the allocator
+cannot look ahead: it may reserve half as much again as is ever live. So the pool starts with a
+single segment, the arena, of the size that the plan needs. While nodes are captured, their
+functions are wrapped: before each call, plugs (dummy blocks) are allocated so that the only holes
+are those where its results are planned to lie (`core/memory/allocator_steering.py`); after it, the
+actual addresses are recorded. Results do not depend on any of this. If the allocator behaves
+differently than expected, its state is read again; if that happens too often, the capture goes on
+without steering.
 
-Where no profile tells what ops need beside their results, the step before the capture is watched.
+Without a profile, the workspaces of ops are measured in the step before the capture.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -43,83 +45,44 @@ from rekindle.units import format_bytes
 
 log = logging.getLogger("rekindle")
 
-_LEAST_BYTES = 10 << 20  # the allocator makes no smaller segment of the size it is asked for
-_MOST_MISMATCHES = 100
+_MIN_ARENA_BYTES = 10 << 20  # smaller segments do not get the requested size
 
 
-class Counts(NamedTuple):
-    """What the allocator says: bytes in use now, those in large blocks, and the most in use.
-
-    The most is counted since a reset.
-    """
+class MemoryStats(NamedTuple):
+    """Statistics of an allocator; the peak is counted since the last reset."""
 
     allocated_bytes: int
     large_bytes: int
     peak_bytes: int
 
 
-class Memory(Protocol):
-    """An allocator's counters."""
-
-    def counts(self) -> Counts:
-        """What the allocator has counted."""
-
-    def reset_peak(self) -> None:
-        """Have the allocator count the most bytes from now on."""
-
-
-class Pool(Memory, Protocol):
-    """The memory that graphs are captured in. As an allocator, it deals out plugs."""
-
-    @property
-    def id(self) -> tuple[int, int]:
-        """Which pool it is."""
-
-    def allocate(self, nbytes: int) -> int | None:
-        """The address of a new plug; None if there is no room."""
-
-    def free(self, address: int) -> None:
-        """Let go of a plug."""
-
-    def free_all(self) -> None:
-        """Let go of all plugs."""
-
-    def reserve(self, nbytes: int) -> int:
-        """Have one free segment of so many bytes; returns its address."""
-
-    def blocks(self) -> tuple[dict[int, int], dict[int, int]]:
-        """The bytes of all large segments, and of all blocks in them that are in use."""
-
-    def library_bytes(self) -> int:
-        """What the library for matrix products takes for a stream, and keeps."""
-
-    def take_library(self) -> None:
-        """Have it take that now."""
-
-    def address_of(self, tensor: torch.Tensor) -> int:
-        """Where a tensor's storage lies; 0 if it is on another device."""
-
-
-class CudaMemory:
-    """The counters of a GPU's caching allocator."""
+class MemoryMeter:
+    """The statistics of a GPU's caching allocator."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def counts(self) -> Counts:
+    def stats(self) -> MemoryStats:
+        """The current statistics."""
         allocated = torch.cuda.memory_stats_as_nested_dict(self._device)["allocated_bytes"]
         everywhere = allocated["all"]
-        return Counts(everywhere["current"], allocated["large_pool"]["current"], everywhere["peak"])
+        return MemoryStats(
+            everywhere["current"], allocated["large_pool"]["current"], everywhere["peak"]
+        )
 
     def reset_peak(self) -> None:
+        """Count the peak from now on."""
         torch.cuda.reset_peak_memory_stats(self._device)
 
 
-class CudaPool(CudaMemory):
-    """A pool on a GPU; it lives as long as this object, or a graph that was captured in it."""
+class CudaPool(MemoryMeter):
+    """The memory pool that graphs are captured in, and the allocator of plugs.
+
+    It lives as long as this object or a graph captured in it.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        """The device and the stream of the capture must be the current ones, here and later."""
+        """The capture's device and stream must be current, here and in every later call."""
         super().__init__(device)
         self._pool = torch.cuda.MemPool()
         self._plugs: dict[int, torch.UntypedStorage] = {}
@@ -127,9 +90,9 @@ class CudaPool(CudaMemory):
 
     @contextmanager
     def capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-        """Capture what is done on this stream in a graph, in this memory."""
+        """Capture the work of the current stream in a graph, in this pool."""
         n_users = self._pool.use_count()
-        # Other threads, a data loader's for one, may go on using CUDA meanwhile.
+        # Other threads, such as a data loader's, may use CUDA meanwhile.
         graph.capture_begin(pool=self.id, capture_error_mode="thread_local")
         try:
             yield
@@ -141,19 +104,19 @@ class CudaPool(CudaMemory):
                 raise
 
     def _recover(self, n_users: int) -> None:
-        """Let go of what torch holds on to where a capture fails: this pool, and the stream's use.
+        """Undo what a failed capture leaves behind: allocation into the pool, and uses of it.
 
-        Otherwise the memory is never given back, and pools that are deleted later on end the
-        process.
+        Otherwise its memory is never freed, and deleting another pool later aborts the process.
         """
         index = torch.cuda.current_device() if self._device.index is None else self._device.index
-        with suppress(RuntimeError):  # nothing to end: it has been done
+        with suppress(RuntimeError):  # it has ended already
             end_allocate_to_pool(index, self.id)
         while self._pool.use_count() > n_users:
             release_pool(index, self.id)
 
     def allocate(self, nbytes: int) -> int | None:
-        try:  # a bare storage: `torch.empty` fills it, where algorithms are to be deterministic
+        """The address of a new plug; None if there is no room."""
+        try:  # not `torch.empty`, which fills memory under deterministic algorithms
             storage = torch.UntypedStorage(nbytes, device=self._device)
         except torch.OutOfMemoryError:
             return None
@@ -162,23 +125,27 @@ class CudaPool(CudaMemory):
         return address
 
     def free(self, address: int) -> None:
+        """Free a plug."""
         del self._plugs[address]
 
     def free_all(self) -> None:
+        """Free all plugs."""
         self._plugs.clear()
 
     def reserve(self, nbytes: int) -> int:
+        """Reserve one free segment of this size; returns its address."""
         with torch.cuda.use_mem_pool(self._pool, self._device):
             return torch.UntypedStorage(nbytes, device=self._device).data_ptr()
 
     def blocks(self) -> tuple[dict[int, int], dict[int, int]]:
+        """The sizes of all large segments, and of all allocated blocks in them, by address."""
         segments: dict[int, int] = {}
         taken: dict[int, int] = {}
         stream = torch.cuda.current_stream(self._device).cuda_stream
         for segment in torch.cuda.memory_snapshot(self.id, include_traces=False):
             if segment["segment_type"] != "large" or segment["stream"] != stream:
                 continue
-            if segment.get("is_expandable"):  # such a one has other rules
+            if segment.get("is_expandable"):  # allocated by other rules
                 continue
             segments[segment["address"]] = segment["total_size"]
             for block in segment["blocks"]:
@@ -186,243 +153,247 @@ class CudaPool(CudaMemory):
                     taken[block["address"]] = block["size"]
         return segments, taken
 
-    def library_bytes(self) -> int:
-        before = self.counts().large_bytes
-        self.take_library()
-        taken = self.counts().large_bytes - before
+    def cublas_workspace_bytes(self) -> int:
+        """The size of the workspace that cuBLAS allocates for a stream, and keeps."""
+        before = self.stats().large_bytes
+        self.allocate_cublas_workspace()
+        taken = self.stats().large_bytes - before
         clear_cublas_workspaces()
         torch.cuda.empty_cache()
         return taken
 
-    def take_library(self) -> None:
+    def allocate_cublas_workspace(self) -> None:
+        """Have cuBLAS allocate its workspace now."""
         torch.cuda.current_blas_handle()
 
     def address_of(self, tensor: torch.Tensor) -> int:
+        """The address of a tensor's storage; 0 if it is on another device."""
         return tensor.untyped_storage().data_ptr() if tensor.device == self._device else 0
 
 
 class SteeredCapture:
-    """The functions of a step's nodes, wrapped so that captures are steered.
+    """Wraps the functions of a step's nodes so that their allocations are steered.
 
-    They call what they wrap and nothing else, unless a capture is under way in a pool that this
-    has started, or a step is watched. `peak_bytes` is the most bytes that were in use in captures,
-    plugs not counted, or in the step that was watched. `has_arena` is false once it has turned out
-    that there is none, or that it is of no use.
+    The wrappers only call what they wrap unless a capture in a prepared pool is under way, or
+    workspaces are being measured. `peak_bytes` is the peak of the captures without plugs, or of the
+    measured step. `has_arena` is False once it turns out that there is no arena, or that it does
+    not help.
     """
 
-    def __init__(self, needs: AllocationRequests) -> None:
+    def __init__(self, requests: AllocationRequests, max_mismatches: int) -> None:
         self.peak_bytes = 0
         self.has_arena = True
-        self._needs = needs
-        self._home: tuple[int, int] | None = None  # the pool that has the arena
-        self._wishes: PlannedAddresses | None = None
-        self._library: list[int] = []  # its piece, if there is one
-        self._pool: Pool | None = None  # while a capture is under way
+        self.requests = requests
+        self._max_mismatches = max_mismatches
+        self._arena_pool_id: tuple[int, int] | None = None  # the pool with the arena
+        self._planned: PlannedAddresses | None = None
+        self._cublas_blocks: list[int] = []  # the index of its workspace, if it has one
+        self._pool: CudaPool | None = None  # while a capture is under way
         self._steering: Steering | None = None
-        self._elsewhere_bytes = 0  # in large blocks outside of the pool
-        self._watched: dict[int, StorageWeakRef] = {}
+        self._outside_bytes = 0  # in large blocks outside of the pool
+        self._storages: dict[int, StorageWeakRef] = {}
         self._n_mismatches = 0
-        self._memory: Memory | None = None  # while a step is watched
+        self._meter: MemoryMeter | None = None  # while workspaces are measured
         self._workspaces: dict[fx.Node, int] = {}
 
     def functions(
         self, inner: Mapping[fx.Node, Callable[..., Any]]
     ) -> dict[fx.Node, Callable[..., Any]]:
-        """What to call for nodes; `inner` has what else to call in place of their targets."""
-        needs = self._needs
-        nodes = needs.pieces_of.keys() if needs.has_workspaces else needs.nodes
-        nodes |= needs.last_before_unknown
+        """The functions of nodes; `inner` has those that replace their targets already."""
+        requests = self.requests
+        nodes = requests.blocks_of.keys() if requests.has_workspaces else requests.nodes
+        nodes |= requests.before_optimizer
         return {**inner, **{node: self._wrapped(node, inner.get(node)) for node in nodes}}
 
     @contextmanager
-    def watching(self, memory: Memory | None) -> Iterator[None]:
-        """Note what nodes need beside their results, in a step that is not captured.
+    def measuring_workspaces(self, meter: MemoryMeter | None) -> Iterator[None]:
+        """Measure the workspaces of nodes in a step that is not captured.
 
-        Nothing is watched without a memory to ask, nor where that is known already.
+        Does nothing without a meter, or if workspaces are known.
         """
-        if memory is None or self._needs.has_workspaces or self._workspaces:
+        if meter is None or self.requests.has_workspaces or self._workspaces:
             yield
             return
-        self.peak_bytes, self._memory = 0, memory
-        memory.reset_peak()
+        self.peak_bytes, self._meter = 0, meter
+        meter.reset_peak()
         try:
             yield
-            self.peak_bytes = max(self.peak_bytes, memory.counts().peak_bytes)
+            self.peak_bytes = max(self.peak_bytes, meter.stats().peak_bytes)
         except BaseException:
-            self._workspaces.clear()  # not the whole step was seen
+            self._workspaces.clear()  # incomplete
             raise
         finally:
-            self._memory = None
+            self._meter = None
 
-    def start(self, pool: Pool) -> None:
-        """Give a new pool its arena."""
+    def prepare(self, pool: CudaPool) -> None:
+        """Reserve the arena in a new pool."""
         if self._workspaces:
-            self._needs.add_workspaces(self._workspaces)
+            self.requests.add_workspaces(self._workspaces)
             self._workspaces.clear()
-        self._watched.clear()
+        self._storages.clear()
         self._n_mismatches = 0
-        self._home = None
+        self._arena_pool_id = None
         try:
-            self._reserve(pool)
+            self._reserve_arena(pool)
         except torch.OutOfMemoryError:
-            log.info("CUDA graphs are captured without an arena: there is no room in one piece")
+            log.info("CUDA graphs are captured without an arena: there is no contiguous room")
         finally:
-            self.has_arena = self._home is not None
+            self.has_arena = self._arena_pool_id is not None
             pool.reset_peak()
 
     @contextmanager
-    def steering(self, pool: Pool) -> Iterator[None]:
-        """Steer what is captured in a pool, if it is the one that was started."""
+    def steering(self, pool: CudaPool) -> Iterator[None]:
+        """Steer what is captured in a pool, if it is the one with the arena."""
         self.peak_bytes = 0
-        if pool.id != self._home:
+        if pool.id != self._arena_pool_id:
             yield
             return
         self._pool = pool
         try:
-            self._read()
-            if self._arrange(self._library):
-                pool.take_library()
-                self._note_peak()
-                self._read()  # nothing that is known has been made, but that has its block
+            self._resync()
+            if self._make_holes(self._cublas_blocks):
+                pool.allocate_cublas_workspace()
+                self._update_peak()
+                self._resync()  # find cuBLAS's workspace, which is no node's result
             yield
         finally:
-            self._note_peak()
+            self._update_peak()
             self._pool = self._steering = None
             pool.free_all()
             pool.reset_peak()
 
-    def _reserve(self, pool: Pool) -> None:
-        """Plan the arena and have it in the pool, if it is worth it and looks as it should."""
-        needs = self._needs
-        pieces = needs.pieces(pool.library_bytes() if needs.has_products else 0)
+    def _reserve_arena(self, pool: CudaPool) -> None:
+        """Plan the arena and reserve it, if it is large enough and the pool is as expected."""
+        requests = self.requests
+        blocks = requests.blocks(pool.cublas_workspace_bytes() if requests.has_matmuls else 0)
         try:
-            plan = plan_arena(pieces)
+            plan = plan_arena(blocks)
         except Mismatch as mismatch:
             log.info("no arena was planned: %s", mismatch)
             return
-        if plan.arena_bytes < _LEAST_BYTES:
+        if plan.arena_bytes < _MIN_ARENA_BYTES:
             return
         base = pool.reserve(plan.arena_bytes)
         if pool.blocks() != ({base: plan.arena_bytes}, {}):
-            log.info("CUDA graphs are captured without steering: the allocator is another one")
+            log.info("CUDA graphs are captured without steering: the allocator behaves differently")
             return
-        self._wishes = PlannedAddresses(pieces, plan.offsets, base)
-        self._library = list(range(needs.n_pieces, len(plan.offsets)))
-        self._home = pool.id
+        self._planned = PlannedAddresses(blocks, plan.offsets, base)
+        self._cublas_blocks = list(range(len(requests.requests), len(plan.offsets)))
+        self._arena_pool_id = pool.id
         log.debug("an arena of %s for CUDA graphs", format_bytes(plan.arena_bytes))
 
     def _wrapped(self, node: fx.Node, inner: Callable[..., Any] | None) -> Callable[..., Any]:
         target: Any = node.target._op if isinstance(node.target, OpOverload) else node.target
         function = inner or target
-        is_before_unknown = node in self._needs.last_before_unknown
+        is_before_optimizer = node in self.requests.before_optimizer
 
         def steered(*args: Any, **kwargs: Any) -> Any:
-            if self._memory is not None:
-                return self._watch(self._memory, node, partial(function, *args, **kwargs))
-            pieces = self._needs.pieces_of.get(node, [])
-            if self._steering is None or not (pieces or is_before_unknown):
+            if self._meter is not None:
+                return self._measure(self._meter, node, partial(function, *args, **kwargs))
+            blocks = self.requests.blocks_of.get(node, [])
+            if self._steering is None or not (blocks or is_before_optimizer):
                 return function(*args, **kwargs)
-            self._arrange(pieces)
+            self._make_holes(blocks)
             result = function(*args, **kwargs)
-            self._book(result)
-            if is_before_unknown:
-                self._open_all()
+            self._track(result)
+            if is_before_optimizer:
+                self._free_plugs()
             return result
 
         steered.__name__ = f"steered_{node.name}"
         return steered
 
-    def _watch(self, memory: Memory, node: fx.Node, call: Callable[[], Any]) -> Any:
-        """Make a node's call, and note how much more was in use than before and after it."""
-        before = memory.counts()
-        memory.reset_peak()
+    def _measure(self, meter: MemoryMeter, node: fx.Node, call: Callable[[], Any]) -> Any:
+        """Call a node's function and measure its workspace: the peak above what stays allocated."""
+        before = meter.stats()
+        meter.reset_peak()
         result = call()
-        after = memory.counts()
+        after = meter.stats()
         self.peak_bytes = max(self.peak_bytes, before.peak_bytes, after.peak_bytes)
-        beside = after.peak_bytes - max(before.allocated_bytes, after.allocated_bytes)
-        self._workspaces[node] = max(0, beside)
+        workspace_bytes = after.peak_bytes - max(before.allocated_bytes, after.allocated_bytes)
+        self._workspaces[node] = max(0, workspace_bytes)
         return result
 
-    def _arrange(self, pieces: list[int]) -> bool:
-        """Make room for some pieces where they should lie; whether that has succeeded."""
-        self._settle()
-        if self._steering is None or self._pool is None or not pieces:
+    def _make_holes(self, blocks: list[int]) -> bool:
+        """Open holes where some blocks are planned to lie; True if that succeeded."""
+        self._reconcile()
+        if self._steering is None or self._pool is None or not blocks:
             return False
         try:
-            self._steering.arrange(pieces)
+            self._steering.arrange(blocks)
         except Mismatch as mismatch:
-            self._start_anew(str(mismatch))
+            self._on_mismatch(str(mismatch))
             return False
         finally:
             self._pool.reset_peak()
         return True
 
-    def _book(self, result: Any) -> None:
-        """Note where an op's results lie."""
+    def _track(self, result: Any) -> None:
+        """Record the addresses of a node's results."""
         if self._steering is None or self._pool is None:
             return
         for tensor in tensors(result):
             address = self._pool.address_of(tensor)
             storage = tensor.untyped_storage()
-            known = self._watched.get(address)
+            known = self._storages.get(address)
             is_new = known is None or known.expired()
             if storage.nbytes() > REST_BYTES and is_new and self._steering.model.has(address):
                 if known is not None:
-                    self._give_back(address)
-                self._watched[address] = StorageWeakRef(storage)
+                    self._release(address)
+                self._storages[address] = StorageWeakRef(storage)
                 try:
                     self._steering.record_allocation(address, storage.nbytes())
                 except Mismatch as mismatch:
-                    self._note_peak()
-                    self._start_anew(str(mismatch))
+                    self._update_peak()
+                    self._on_mismatch(str(mismatch))
                     return
 
-    def _settle(self) -> None:
-        """Book what is gone since the last op, and see whether the book is right."""
+    def _reconcile(self) -> None:
+        """Record the blocks freed since the last node, and compare the model with the allocator."""
         steering = self._steering
         if steering is None or self._pool is None:
             return
-        large_bytes = self._note_peak()
-        for address in [a for a, watched in self._watched.items() if watched.expired()]:
-            self._give_back(address)
-        if large_bytes != self._elsewhere_bytes + steering.model.taken_bytes:
-            self._start_anew("there are blocks that are not known")
+        large_bytes = self._update_peak()
+        for address in [a for a, storage in self._storages.items() if storage.expired()]:
+            self._release(address)
+        if large_bytes != self._outside_bytes + steering.model.taken_bytes:
+            self._on_mismatch("there are unknown blocks")
 
-    def _give_back(self, address: int) -> None:
-        del self._watched[address]
+    def _release(self, address: int) -> None:
+        del self._storages[address]
         if self._steering is not None and address in self._steering.model.taken:
             self._steering.record_free(address)
 
-    def _open_all(self) -> None:
-        """Let go of all plugs: what comes is not known."""
-        self._settle()
+    def _free_plugs(self) -> None:
+        """Free all plugs, since the optimizer's requests are unknown."""
+        self._reconcile()
         if self._steering is not None and self._pool is not None:
             self._steering.open_all()
             self._pool.reset_peak()
 
-    def _note_peak(self) -> int:
-        """Note the most bytes since plugs last changed; returns those in large blocks now."""
+    def _update_peak(self) -> int:
+        """Update the peak before plugs change; returns the bytes in large blocks now."""
         assert self._pool is not None
-        counts = self._pool.counts()
+        stats = self._pool.stats()
         plugged_bytes = self._steering.plugged_bytes if self._steering else 0
-        self.peak_bytes = max(self.peak_bytes, counts.peak_bytes - plugged_bytes)
-        return counts.large_bytes
+        self.peak_bytes = max(self.peak_bytes, stats.peak_bytes - plugged_bytes)
+        return stats.large_bytes
 
-    def _start_anew(self, reason: str) -> None:
-        """Read from the allocator what is where; or do without it, if that has been too often."""
+    def _on_mismatch(self, reason: str) -> None:
+        """Read the allocator's state again, or stop steering after too many mismatches."""
         self._n_mismatches += 1
-        log.debug("reading the arena anew: %s", reason)
-        self._read()
-        if self._n_mismatches > _MOST_MISMATCHES:
-            log.info("memory is not steered any more: %s", reason)
+        log.debug("reading the allocator's state again: %s", reason)
+        self._resync()
+        if self._n_mismatches > self._max_mismatches:
+            log.info("allocations are no longer steered: %s", reason)
             self._steering, self.has_arena = None, False
 
-    def _read(self) -> None:
-        """Let go of all plugs, and read from the allocator what is where."""
+    def _resync(self) -> None:
+        """Free all plugs, and read the allocator's state."""
         assert self._pool is not None
-        assert self._wishes is not None
+        assert self._planned is not None
         self._pool.free_all()
         self._pool.reset_peak()
-        self._steering = Steering(Arena(*self._pool.blocks()), self._pool, self._wishes)
+        self._steering = Steering(Arena(*self._pool.blocks()), self._pool, self._planned)
         taken_bytes = self._steering.model.taken_bytes
-        self._elsewhere_bytes = self._pool.counts().large_bytes - taken_bytes
+        self._outside_bytes = self._pool.stats().large_bytes - taken_bytes

@@ -1,23 +1,23 @@
-"""Runs a step's kernels from CUDA graphs, so that launching them takes no time.
+"""Replays a step's kernels from CUDA graphs, so that it is not host-bound.
 
-The first step runs as generated code: libraries set themselves up, the optimizer creates its state,
-and it is noted where in the random sequence each op draws. In the second, every part that a graph
-can hold is captured and at once replayed; from then on it is replayed. What a graph cannot hold
-(see `parts`) runs between the graphs as before.
+The first step runs as generated code: libraries initialize, the optimizer creates its state, and
+the random offsets of ops are measured. In the second, every part that a graph can hold is captured
+and replayed; from then on it is only replayed. Other parts (see `graph_parts`) run as generated
+code in between.
 
-A graph works on fixed addresses. A batch is copied into tensors of the engine's own; results are
-copied out; parameters and buffers are used where they lie, and a graph is captured anew when one of
-them has moved. Gradients that are left after the step lie in the graph's memory until the next.
+A graph works on fixed addresses. The batch is copied into tensors of the engine, and results are
+copied out. Parameters and buffers are used in place, and the step is captured again if one of them
+has moved. Gradients that outlive the step stay in the graphs' memory until the next step.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,61 +27,38 @@ from rekindle.core.cost.profile import Profile
 from rekindle.core.graph.graph import StepGraph
 from rekindle.core.graph.schedule import Plan
 from rekindle.engines.cudagraph.allocation_requests import AllocationRequests
-from rekindle.engines.cudagraph.arena import CudaMemory, CudaPool, Memory, SteeredCapture
-from rekindle.engines.cudagraph.graph_parts import Part, split
-from rekindle.engines.cudagraph.rng_twins import Randomness, revive
-from rekindle.engines.cudagraph.static_batch import StaticBatch, like
+from rekindle.engines.cudagraph.arena import CudaPool, MemoryMeter, SteeredCapture
+from rekindle.engines.cudagraph.graph_parts import StepPart, split_step
+from rekindle.engines.cudagraph.rng_twins import RngTwins, reset_after_failed_capture
 from rekindle.engines.engine import EngineInfo
-from rekindle.engines.gc_pause import collected_later
+from rekindle.engines.gc_pause import gc_paused
 from rekindle.engines.program import Program
-from rekindle.torch_internals import (
-    clear_cublas_workspaces,
-    global_optimizer_post_hooks,
-    global_optimizer_pre_hooks,
-)
+from rekindle.engines.strides import is_dense
+from rekindle.rewriting.apply_schedule import RewrittenStep
+from rekindle.rewriting.step_forms import has_step_hooks
+from rekindle.torch_internals import clear_cublas_workspaces
 from rekindle.tracing import rng
-from rekindle.tracing.tape import EntryKind
+from rekindle.tracing.tape import EntryKind, Recording
 
 log = logging.getLogger("rekindle")
 
-_MOST_GRAPHS = 4
-_MOST_CAPTURES = 3
+_CAST = torch.ops.aten._to_copy.default
 
 
-class Graph(Protocol):
-    """Work that was captured, and can be done again."""
+@dataclass(frozen=True)
+class CudaGraphOptions:
+    """Limits beyond which a step runs without CUDA graphs, or without steering."""
 
-    def replay(self) -> None:
-        """Do it again, on the same addresses."""
-
-
-class Recorder(Protocol):
-    """What captures work without doing it."""
-
-    device_type: str
-
-    def memory(self) -> Memory | None:
-        """The counters that show what ops need; None if they would not show it now."""
-
-    def capture(
-        self,
-        run: Callable[[], list[Any]],
-        generators: list[torch.Generator],
-        steered: SteeredCapture | None,
-    ) -> tuple[Graph, list[Any]]:
-        """Capture what a function does, which may draw from these generators; and its results.
-
-        `steered` says where its results should lie.
-        """
-
-    def peak_bytes(self) -> int:
-        """The most bytes that were in use since this was last asked."""
+    max_graphs: int = 4
+    max_captures: int = 3
+    max_mismatches: int = 100
 
 
-class CudaRecorder:
-    """Captures CUDA graphs, all in one pool of memory: they never run at the same time.
+class CudaGraphRecorder:
+    """Captures CUDA graphs, all in one memory pool, since they never run at the same time.
 
-    A pool lives as long as one of its graphs does. Only what is captured first in it is steered.
+    A pool lives as long as one of its graphs does. Only the first capture in a pool is steered.
+    Tests emulate this class on the CPU.
     """
 
     device_type = "cuda"
@@ -92,28 +69,33 @@ class CudaRecorder:
         self._pools: WeakKeyDictionary[torch.cuda.CUDAGraph, CudaPool] = WeakKeyDictionary()
         self._peak_bytes = 0
 
-    def memory(self) -> Memory | None:
-        if torch.backends.cudnn.benchmark:  # first steps try algorithms out, with all they need
+    def memory_meter(self) -> MemoryMeter | None:
+        """The meter that shows the workspaces of ops; None if it would not show them now."""
+        if torch.backends.cudnn.benchmark:  # first steps try out algorithms and their workspaces
             return None
-        return CudaMemory(self._device)
+        return MemoryMeter(self._device)
 
     def capture(
         self,
         run: Callable[[], list[Any]],
         generators: list[torch.Generator],
         steered: SteeredCapture | None,
-    ) -> tuple[Graph, list[Any]]:
+    ) -> tuple[torch.cuda.CUDAGraph, list[Any]]:
+        """The graph and the results of a function that may draw from these generators.
+
+        `steered` decides where its results lie.
+        """
         graph = torch.cuda.CUDAGraph()
         for generator in generators:
             graph.register_generator_state(generator)
         try:
-            with _quiet(self._device), torch.cuda.stream(self._stream):
+            with _idle_device(self._device), torch.cuda.stream(self._stream):
                 pool = self._pool_for(steered)
                 with pool.capturing(graph), steered.steering(pool) if steered else nullcontext():
                     results = run()
         except BaseException:
             for generator in (rng.generator_of(str(self._device)), *generators):
-                revive(generator)
+                reset_after_failed_capture(generator)
             raise
         if steered:
             self._peak_bytes = max(self._peak_bytes, steered.peak_bytes)
@@ -121,85 +103,139 @@ class CudaRecorder:
         return graph, results
 
     def peak_bytes(self) -> int:
-        peak, self._peak_bytes = max(self._peak_bytes, self._counted_bytes()), 0
+        """The peak since the last call."""
+        peak, self._peak_bytes = max(self._peak_bytes, self._allocator_peak_bytes()), 0
         return peak
 
     def _pool_for(self, steered: SteeredCapture | None) -> CudaPool:
-        """The pool that all graphs share, or a new one."""
-        self._peak_bytes = max(self._peak_bytes, self._counted_bytes())
+        """The pool of all live graphs, or a new one."""
+        self._peak_bytes = max(self._peak_bytes, self._allocator_peak_bytes())
         for pool in self._pools.values():
             return pool
         pool = CudaPool(self._device)
         if steered:
-            steered.start(pool)
+            steered.prepare(pool)
         return pool
 
-    def _counted_bytes(self) -> int:
-        """What the allocator has counted since this was last asked."""
+    def _allocator_peak_bytes(self) -> int:
         peak = torch.cuda.max_memory_allocated(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
         return peak
 
 
 @contextmanager
-def _quiet(device: torch.device) -> Iterator[None]:
-    """Nothing is under way on the device, no memory is held for later, no garbage is collected."""
+def _idle_device(device: torch.device) -> Iterator[None]:
+    """The context of a capture: an idle device, no cached memory, no garbage collection."""
     torch.cuda.synchronize(device)
     gc.collect()
     clear_cublas_workspaces()
     torch.cuda.empty_cache()
     try:
-        with collected_later():
+        with gc_paused():
             yield
     finally:
         clear_cublas_workspaces()
 
 
 @dataclass(frozen=True, eq=False)
-class _Captured:
-    """A part's graph: what it reads at fixed addresses, and what it leaves there."""
+class _PartGraph:
+    """The graph of a part, with its inputs and results at fixed addresses."""
 
-    graph: Graph
-    inputs: dict[fx.Node, torch.Tensor]  # copies of what parts outside of graphs have made
+    graph: torch.cuda.CUDAGraph
+    inputs: dict[fx.Node, torch.Tensor]  # copies of results of parts outside of graphs
     results: list[Any]
 
 
 @dataclass(frozen=True, eq=False)
-class _Capture:
-    """All that is captured at once, and what that takes for granted."""
+class _StepGraphs:
+    """All graphs of a step, and the addresses and hyperparameters that they are valid for."""
 
-    pointers: list[int]
-    numbers: list[Any]
+    addresses: list[int]
+    hyperparameters: list[Any]
     batch: dict[int, torch.Tensor]
-    parts: dict[Part, _Captured] = field(default_factory=dict)
+    parts: dict[StepPart, _PartGraph] = field(default_factory=dict)
+
+
+class _StaticBatch:
+    """The copy of the batch that graphs read, at fixed addresses.
+
+    If the step only casts a tensor, it can be copied as the cast result, so that the original need
+    not be kept: `casts` has these cast nodes by the tensor's index.
+    """
+
+    def __init__(
+        self,
+        recording: Recording,
+        rewritten: RewrittenStep,
+        parts: list[StepPart],
+        *,
+        may_cast: bool,
+    ) -> None:
+        self.casts: dict[int, fx.Node] = {}
+        self._read: list[int] = []
+        metas = recording.tape.metas
+        in_graphs = {node for part in parts if part.is_graph for node in part.nodes}
+        for index, entered in enumerate(recording.batch_nodes):
+            tensor = rewritten.node_map[entered]
+            readers = [node for node in rewritten.nodes if tensor in node.all_input_nodes]
+            if in_graphs.isdisjoint(readers):
+                continue
+            self._read.append(index)
+            reader = readers[0]
+            is_cast = reader.target is _CAST and reader.args == (tensor,)
+            if len(readers) > 1 or not may_cast or not is_cast or reader.kwargs.keys() != {"dtype"}:
+                continue
+            was, made = metas[entered], metas[rewritten.calls[reader].results[0]]
+            if made.dtype != was.dtype and made.stride == was.stride:
+                self.casts[index] = reader
+
+    def functions(
+        self, inner: Mapping[fx.Node, Callable[..., Any]]
+    ) -> dict[fx.Node, Callable[..., Any]]:
+        """The functions of nodes; `inner` has those that replace their targets already."""
+        return {**inner, **dict.fromkeys(self.casts.values(), _cast_once)}
+
+    def allocate(self, batch: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Uninitialized tensors to copy the batch's tensors into, by index."""
+        static = {
+            index: _empty_like(batch[index]) for index in self._read if index not in self.casts
+        }
+        for index, node in self.casts.items():
+            dtype = node.kwargs["dtype"]
+            assert isinstance(dtype, torch.dtype)
+            static[index] = _empty_like(batch[index], dtype)
+        return static
 
 
 class CudaGraphEngine:
-    """A program whose kernels are launched by graphs. Call it as the program.
+    """The engine that replays a program's kernels from CUDA graphs.
 
-    `reason` says why it does not, if so; `peak_bytes` what the captured step needed, or the step
-    before it where that was watched.
+    `reason` says why it does not, or is empty. `peak_bytes` is the peak of the captured step, or of
+    the step before it if workspaces were measured there.
     """
 
     def __init__(
         self,
         program: Program,
-        recorder: Recorder,
+        recorder: CudaGraphRecorder,
         graph: StepGraph | None = None,
         plan: Plan | None = None,
         profile: Profile | None = None,
+        options: CudaGraphOptions | None = None,
     ) -> None:
-        """What is known of the step helps to place what it makes: its graph, plan and costs."""
+        """`graph`, `plan` and `profile` of the step help to place its allocations, if given."""
         self.program = program
-        self._known = (graph, plan, profile)
+        self.plan = plan
+        self._graph, self._profile = graph, profile
+        self._options = options or CudaGraphOptions()
         self.peak_bytes = 0
-        self.reason = _obstacle(program)
+        self.reason = _reason_against_graphs(program)
         self._recorder = recorder
         self._optimizer = program.recording.state.optimizer
         self._is_warm = False
         self._n_captures = 0
-        self._capture: _Capture | None = None
-        self._cut(with_optimizer=_is_capturable(self._optimizer))
+        self._capture: _StepGraphs | None = None
+        self._split(with_optimizer=_is_capturable(self._optimizer))
         if self.reason:
             log.info("running without CUDA graphs: %s", self.reason)
 
@@ -208,21 +244,22 @@ class CudaGraphEngine:
         if self.reason:
             return self.program(batch, state)
         capture = self._capture_for(batch, state) if self._is_warm else None
-        steered = None if capture else self._steered
-        watching = steered.watching(self._recorder.memory()) if steered else nullcontext()
-        with self.program.running(state), watching:
-            passed = self._pass(batch, state, ())  # as it is before the step
-            values: dict[fx.Node, Any] = dict(zip(self._passed, passed, strict=True))
-            self._random.start()
+        steered = None if capture else self.steered
+        meter = self._recorder.memory_meter() if steered else None
+        measuring = steered.measuring_workspaces(meter) if steered else nullcontext()
+        with self.program.running(state), measuring:
+            passed = self._pass_through(batch, state, ())  # inputs that are returned
+            values: dict[fx.Node, Any] = dict(zip(self._passed_through, passed, strict=True))
+            self._rng_twins.start()
             for part in self._parts:
                 if part.is_graph and capture and not self.reason:
                     results = self._from_graph(part, capture, batch, state, values)
                 else:
-                    with self.program.as_code() if part.is_graph else nullcontext():
+                    with self.program.uncaptured() if part.is_graph else nullcontext():
                         results = self._run(part, batch, state, [values[n] for n in part.entering])
                 values.update(zip(part.leaving, results, strict=True))
             outputs = [
-                values[node].clone() if node in self._copied else values[node]
+                values[node].clone() if node in self._copied_outputs else values[node]
                 for node in self.program.outputs
             ]
         if capture and capture is not self._capture and not self.reason:
@@ -235,8 +272,8 @@ class CudaGraphEngine:
 
     @property
     def is_steered(self) -> bool:
-        """Whether what the step makes lies in one arena, from the second step on."""
-        return not self.reason and self._steered is not None and self._steered.has_arena
+        """True if the step's allocations lie in one arena, from the second step on."""
+        return not self.reason and self.steered is not None and self.steered.has_arena
 
     @property
     def info(self) -> EngineInfo:
@@ -252,99 +289,110 @@ class CudaGraphEngine:
         )
 
     def give_up(self, reason: str) -> None:
-        """Run as generated code from now on, and let go of all graphs and their memory."""
+        """Run as generated code from now on, and free all graphs and their memory."""
         log.warning("running without CUDA graphs: %s", reason)
         self.reason = reason
         self.peak_bytes = 0
         self._capture = None
 
-    def _cut(self, *, with_optimizer: bool) -> None:
-        """Cut the step into parts, and make their functions."""
+    def _split(self, *, with_optimizer: bool) -> None:
         program = self.program
-        recording, listing = program.recording, program.listing
+        recording, rewritten = program.recording, program.rewritten
         self._has_optimizer = with_optimizer
-        kind = self._recorder.device_type
-        self._parts = split(recording, listing, device_type=kind, with_optimizer=with_optimizer)
+        self._parts = split_step(
+            recording,
+            rewritten,
+            device_type=self._recorder.device_type,
+            with_optimizer=with_optimizer,
+        )
         n_graphs = sum(part.is_graph for part in self._parts)
         if n_graphs == 0:
             self.reason = self.reason or "no part of the step runs on the GPU"
-        elif n_graphs > _MOST_GRAPHS:
-            self.reason = self.reason or "work on the host cuts the step into too many parts"
-        self._random = Randomness(program, self._parts)
-        graph, plan, profile = self._known
-        # a plan counts on a copy of the batch as it is
-        batch = StaticBatch(recording, listing, self._parts, may_cast=plan is None)
+        elif n_graphs > self._options.max_graphs:
+            self.reason = self.reason or "work on the host splits the step into too many parts"
+        self._rng_twins = RngTwins(program, self._parts)
+        # a plan expects the batch to be copied in its own dtype
+        batch = _StaticBatch(recording, rewritten, self._parts, may_cast=self.plan is None)
         self._static_batch = batch
-        functions = batch.functions(self._random.functions)
-        self._steered: SteeredCapture | None = None
-        if graph is not None and not self.reason:
-            outside = set(batch.casts.values())
-            needs = AllocationRequests(
-                program, self._parts, graph, plan, profile, made_outside=outside
+        functions = batch.functions(self._rng_twins.functions)
+        self.steered: SteeredCapture | None = None
+        if self._graph is not None and not self.reason:
+            requests = AllocationRequests(
+                program,
+                self._parts,
+                self._graph,
+                self.plan,
+                self._profile,
+                preallocated=set(batch.casts.values()),
             )
-            self._steered = SteeredCapture(needs)
-            functions = self._steered.functions(functions)
+            self.steered = SteeredCapture(requests, self._options.max_mismatches)
+            functions = self.steered.functions(functions)
         self._functions = {
             part: program.compile(
-                part.nodes,
-                entering=part.entering,
-                returned=part.leaving,
-                functions=functions,
+                part.nodes, entering=part.entering, returned=part.leaving, functions=functions
             )[1]
             for part in self._parts
         }
         in_graphs = [part for part in self._parts if part.is_graph]
-        self._outside = {n for part in self._parts if not part.is_graph for n in part.leaving}
-        self._copied = self._results_in_graphs({n for part in in_graphs for n in part.leaving})
+        self._from_host = {n for part in self._parts if not part.is_graph for n in part.leaving}
+        self._copied_outputs = self._outputs_to_copy(
+            {n for part in in_graphs for n in part.leaving}
+        )
         made = {node for part in self._parts for node in part.leaving}
-        self._passed = [node for node in program.outputs if node not in made]
-        self._pass = program.compile([], returned=self._passed)[1]
+        self._passed_through = [node for node in program.outputs if node not in made]
+        self._pass_through = program.compile([], returned=self._passed_through)[1]
 
-    def _results_in_graphs(self, made: set[fx.Node]) -> set[fx.Node]:
-        """The outputs that lie in the graphs' memory and must be copied out of it.
+    def _outputs_to_copy(self, made: set[fx.Node]) -> set[fx.Node]:
+        """The outputs that must be copied out of the graphs' memory.
 
-        Gradients stay; so does what looks at a tensor that was there before the step.
+        Gradients stay there, and views of tensors that entered the step are not in it.
         """
-        recording, renamed = self.program.recording, self.program.listing.renamed
+        recording, node_map = self.program.recording, self.program.rewritten.node_map
         metas = recording.tape.metas
         stay = {metas[entry.node].storage for entry in recording.tape.entries}
         stay |= {metas[use.final].storage for use in recording.grads if use.final is not None}
         return {
-            renamed[node]
+            node_map[node]
             for node in recording.outputs
-            if renamed[node] in made and metas[node].storage not in stay
+            if node_map[node] in made and metas[node].storage not in stay
         }
 
     def _run(
-        self, part: Part, batch: list[torch.Tensor], state: list[torch.Tensor], entering: list[Any]
+        self,
+        part: StepPart,
+        batch: list[torch.Tensor],
+        state: list[torch.Tensor],
+        entering: list[Any],
     ) -> list[Any]:
-        with torch.enable_grad():  # what the code of every part starts with
+        with torch.enable_grad():  # generated code starts with it on
             results: list[Any] = self._functions[part](batch, state, entering)
         return results
 
-    def _capture_for(self, batch: list[torch.Tensor], state: list[torch.Tensor]) -> _Capture | None:
-        """The capture that holds for these tensors, or a new and empty one; with the batch in it.
+    def _capture_for(
+        self, batch: list[torch.Tensor], state: list[torch.Tensor]
+    ) -> _StepGraphs | None:
+        """The captured step that is valid for these tensors, or a new and empty one.
 
-        None if the step is to run without one.
+        The batch is copied into it. None if this step runs without graphs.
         """
         capture = self._capture
-        if capture and not _same(capture.numbers, self._numbers()):
-            log.info("the optimizer's numbers change: it runs outside of the graph from now on")
+        if capture and not _are_same(capture.hyperparameters, self._hyperparameters()):
+            log.info("hyperparameters change: the optimizer runs outside of the graph from now on")
             self._capture = None
-            self._cut(with_optimizer=False)
-            return None  # the new parts have to be warm first
-        pointers = self._pointers(state)
-        if capture and capture.pointers != pointers:
-            log.info("capturing anew: parameters, buffers or gradients lie elsewhere")
+            self._split(with_optimizer=False)
+            return None  # the new parts must run once first
+        addresses = self._addresses(state)
+        if capture and capture.addresses != addresses:
+            log.info("capturing again: parameters, buffers or gradients have moved")
             capture = self._capture = None
         if capture is None:
             self._n_captures += 1
-            if self._n_captures > _MOST_CAPTURES:
-                self.give_up("parameters, buffers or gradients move again and again")
+            if self._n_captures > self._options.max_captures:
+                self.give_up("parameters, buffers or gradients keep moving")
                 return None
             self._recorder.peak_bytes()
-            room = self._static_batch.room_for(batch)
-            capture = _Capture(pointers, self._numbers(), room)
+            static = self._static_batch.allocate(batch)
+            capture = _StepGraphs(addresses, self._hyperparameters(), static)
         with torch.no_grad():
             for index, tensor in capture.batch.items():
                 tensor.copy_(batch[index])
@@ -352,40 +400,40 @@ class CudaGraphEngine:
 
     def _from_graph(
         self,
-        part: Part,
-        capture: _Capture,
+        part: StepPart,
+        capture: _StepGraphs,
         batch: list[torch.Tensor],
         state: list[torch.Tensor],
         values: dict[fx.Node, Any],
     ) -> list[Any]:
-        """A part's results from its graph, which is captured first where there is none."""
+        """A part's results from its graph, which is captured first if necessary."""
         if part not in capture.parts:
-            copied = [n for n in part.entering if n in self._outside and _is_tensor(values[n])]
-            inputs = {node: like(values[node]) for node in copied}
+            copied = [n for n in part.entering if n in self._from_host and _is_tensor(values[n])]
+            inputs = {node: _empty_like(values[node]) for node in copied}
             own = [capture.batch.get(index, each) for index, each in enumerate(batch)]
             entering = [inputs.get(node, values[node]) for node in part.entering]
 
             def run() -> list[Any]:
-                with self._random.capturing():
+                with self._rng_twins.capturing():
                     return self._run(part, own, state, entering)
 
             try:
-                generators = self._random.generators(part)
-                graph, results = self._recorder.capture(run, generators, self._steered)
+                generators = self._rng_twins.generators(part)
+                graph, results = self._recorder.capture(run, generators, self.steered)
             except (RuntimeError, AssertionError) as error:
                 self.give_up(f"the step cannot be captured ({str(error).splitlines()[0]})")
-                with self.program.as_code():
+                with self.program.uncaptured():
                     return self._run(part, batch, state, [values[n] for n in part.entering])
-            capture.parts[part] = _Captured(graph, inputs, results)
+            capture.parts[part] = _PartGraph(graph, inputs, results)
         captured = capture.parts[part]
         for node, tensor in captured.inputs.items():
             tensor.copy_(values[node])
-        self._random.set_twins(part)
+        self._rng_twins.seed_twins(part)
         captured.graph.replay()
         return captured.results
 
-    def _pointers(self, state: list[torch.Tensor]) -> list[int]:
-        """Where everything lies that graphs use in its place."""
+    def _addresses(self, state: list[torch.Tensor]) -> list[int]:
+        """The addresses of all tensors that graphs use in place."""
         recording = self.program.recording
         tensors: list[torch.Tensor | None] = [*state]
         tensors += [e.tensor for e in recording.tape.entries if e.kind is EntryKind.EXTERNAL]
@@ -395,16 +443,16 @@ class CudaGraphEngine:
             tensors += [each for held in own for each in held.values() if _is_tensor(each)]
         return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
-    def _numbers(self) -> list[Any]:
-        """What a captured optimizer was told when it was captured, by name."""
+    def _hyperparameters(self) -> list[Any]:
+        """The hyperparameters that a captured optimizer step has fixed, as (name, value) pairs."""
         if not self._has_optimizer:
             return []
         groups = self._optimizer.param_groups
         return [item for group in groups for item in group.items() if item[0] != "params"]
 
 
-def _obstacle(program: Program) -> str:
-    """Why a step cannot run from graphs at all; empty if it may."""
+def _reason_against_graphs(program: Program) -> str:
+    """Why a step cannot be captured at all; empty if it can."""
     recording = program.recording
     tape = recording.tape
     batch = {tape.metas[node].storage for node in recording.batch_nodes}
@@ -414,29 +462,16 @@ def _obstacle(program: Program) -> str:
         return "the step returns its batch, or a view of it"
     for node in recording.batch_nodes:
         meta = tape.metas[node]
-        if not _is_dense(meta.shape, meta.stride):
+        if 0 not in meta.shape and not is_dense(meta.shape, meta.stride):
             return "a tensor of the batch overlaps itself or has gaps"
     if len({s.device for s in tape.storages if s.device.type == "cuda"}) > 1:
         return "the step uses several GPUs"
     return ""
 
 
-def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether a tensor has every element once and no gaps, in whatever order of dimensions."""
-    expected = 1
-    for step, size in sorted((step, size) for size, step in zip(shape, stride, strict=True)):
-        if size != 1 and step != expected:
-            return 0 in shape
-        expected *= size
-    return True
-
-
 def _is_capturable(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a graph may hold an optimizer's step: it says so, and nobody watches it."""
-    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    if any((*hooks, global_optimizer_pre_hooks, global_optimizer_post_hooks)):
-        return False
-    return all(
+    """True if a graph may hold an optimizer's step: it is capturable, and has no hooks."""
+    return not has_step_hooks(optimizer) and all(
         group.get("capturable")
         and all(
             value.is_cuda for key, value in group.items() if key != "params" and _is_tensor(value)
@@ -445,8 +480,8 @@ def _is_capturable(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
-def _same(a: list[Any], b: list[Any]) -> bool:
-    """Whether two lists of named values are the same; of tensors, whether they are the same one."""
+def _are_same(a: list[Any], b: list[Any]) -> bool:
+    """True if two lists of (name, value) pairs are the same, with identical tensors."""
     return len(a) == len(b) and all(
         key == other_key and (value is other or (not _is_tensor(value) and value == other))
         for (key, value), (other_key, other) in zip(a, b, strict=True)
@@ -455,3 +490,15 @@ def _same(a: list[Any], b: list[Any]) -> bool:
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
+
+
+def _empty_like(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """An uninitialized tensor with the shape and strides of another."""
+    return torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device=tensor.device
+    )
+
+
+def _cast_once(tensor: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
+    """Cast a tensor, unless it was copied into the static batch as the cast result."""
+    return tensor if tensor.dtype == dtype else _CAST(tensor, dtype=dtype)

@@ -1,7 +1,7 @@
-"""Cuts a step into parts: runs of nodes that a CUDA graph can hold, and what lies between them.
+"""Splits a step into parts: spans of nodes that a CUDA graph can capture, and those between them.
 
-Work that touches host memory, and a call of the user's optimizer that reads Python numbers anew
-each time, must run at every step; a graph would repeat what it saw when it was captured.
+A graph repeats exactly what it captured. Calls that touch host memory, and an optimizer whose
+hyperparameters are Python numbers, therefore run outside of graphs.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _HOST_CALLS = (rng.get_state, rng.set_state)  # of a step that saves random stat
 
 
 @dataclass(eq=False)
-class Part:
-    """Some nodes that run one after the other, all in one graph or none.
+class StepPart:
+    """Consecutive nodes of a step, all captured in one graph or none.
 
-    `entering` are results of earlier parts that it reads or frees, `leaving` those of its own that
-    later parts or the step's end need.
+    `entering` are results of earlier parts that it reads or frees, `leaving` its own results that
+    later parts or the caller need.
     """
 
     nodes: list[fx.Node]
@@ -31,59 +31,51 @@ class Part:
     leaving: list[fx.Node]
 
 
-def split(
-    recording: Recording, listing: RewrittenStep, *, device_type: str, with_optimizer: bool
-) -> list[Part]:
-    """The parts of a step in order, for graphs that hold the work of one type of device.
+def split_step(
+    recording: Recording, rewritten: RewrittenStep, *, device_type: str, with_optimizer: bool
+) -> list[StepPart]:
+    """The parts of a step in order. Graphs capture the work of one type of device.
 
-    They may hold the optimizer's calls, too, if `with_optimizer`.
+    They capture the optimizer's calls, too, if `with_optimizer`.
     """
-    kinds = _kinds(recording, listing, device_type, with_optimizer)
-    runs: list[tuple[bool, list[fx.Node]]] = []
-    for node in listing.nodes:
-        if not runs or runs[-1][0] != kinds[node]:
-            runs.append((kinds[node], []))
-        runs[-1][1].append(node)
-    made_in = {node: index for index, (_, nodes) in enumerate(runs) for node in nodes}
-    touched: list[dict[fx.Node, None]] = []
-    for _, nodes in runs:
+    capturable: dict[fx.Node, bool] = {}
+    for node in rewritten.nodes:
+        if node in rewritten.optimizer_calls:
+            capturable[node] = with_optimizer
+        elif node in rewritten.calls:
+            capturable[node] = _is_on_device(recording, rewritten, node, device_type)
+        else:  # a `getitem` of a call's result
+            capturable[node] = capturable[node.all_input_nodes[0]]
+    spans: list[tuple[bool, list[fx.Node]]] = []
+    for node in rewritten.nodes:
+        if not spans or spans[-1][0] != capturable[node]:
+            spans.append((capturable[node], []))
+        spans[-1][1].append(node)
+    made_in = {node: index for index, (_, nodes) in enumerate(spans) for node in nodes}
+    used_in: list[dict[fx.Node, None]] = []
+    for _, nodes in spans:
         used = dict.fromkeys(arg for node in nodes for arg in node.all_input_nodes)
-        used.update(dict.fromkeys(freed for node in nodes for freed in listing.frees.get(node, ())))
-        touched.append(used)
-    last = {listing.renamed[node]: len(runs) for node in recording.outputs}
-    for index, used in enumerate(touched):
+        freed = [other for node in nodes for other in rewritten.frees.get(node, ())]
+        used_in.append({**used, **dict.fromkeys(freed)})
+    last = {rewritten.node_map[node]: len(spans) for node in recording.outputs}
+    for index, used in enumerate(used_in):
         for node in used:
             last[node] = max(last.get(node, index), index)
     return [
-        Part(
+        StepPart(
             nodes,
             is_graph,
-            entering=[node for node in touched[index] if made_in.get(node, index) < index],
+            entering=[node for node in used_in[index] if made_in.get(node, index) < index],
             leaving=[node for node in nodes if last.get(node, index) > index],
         )
-        for index, (is_graph, nodes) in enumerate(runs)
+        for index, (is_graph, nodes) in enumerate(spans)
     ]
 
 
-def _kinds(
-    recording: Recording, listing: RewrittenStep, device_type: str, with_optimizer: bool
-) -> dict[fx.Node, bool]:
-    """For each node: whether a graph may hold it."""
-    kinds: dict[fx.Node, bool] = {}
-    for node in listing.nodes:
-        if node in listing.optimizer_calls:
-            kinds[node] = with_optimizer
-        elif node in listing.calls:
-            kinds[node] = _is_on_device(recording, listing, node, device_type)
-        else:  # one result of a call, taken out of it
-            kinds[node] = kinds[node.all_input_nodes[0]]
-    return kinds
-
-
 def _is_on_device(
-    recording: Recording, listing: RewrittenStep, node: fx.Node, device_type: str
+    recording: Recording, rewritten: RewrittenStep, node: fx.Node, device_type: str
 ) -> bool:
-    call, tape = listing.calls[node], recording.tape
+    call, tape = rewritten.calls[node], recording.tape
     if call.node.target in _HOST_CALLS:
         return False
     tensors = [*call.node.all_input_nodes, *call.results, *call.writes]

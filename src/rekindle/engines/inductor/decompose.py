@@ -1,38 +1,41 @@
-"""A recorded step as a compiler likes it: what it may fuse is there in small parts.
+"""Rewrites a recording so that the compiler can fuse it, and recompute parts of it cheaply.
 
-- What is computed twice alike is computed once.
-- An op that writes over what the step itself has made makes something new instead: in one kernel
-  with its neighbours it costs nothing.
+- Equal calls are made once.
+- In-place ops on the step's own tensors return new ones: fused with their neighbours, that costs
+  nothing.
 - Dropout multiplies by a mask that is a function of a seed, so that no mask is ever kept.
-- A batch norm in training finds statistics, and applies them: to compute it again takes the second
-  half alone. Log-softmax is two halves for the same reason.
-- On a GPU, convolutions, matrix products and attention get the forms that fast ones want: see
-  `for_gpu`.
+- Batch norm is split into statistics and normalization: a recompute needs only the second.
+  Log-softmax is split for the same reason.
+- For a GPU, convolutions, matmuls and attention get the layouts that fast kernels want
+  (`gpu_layouts`).
 
-Numbers are those of the recorded step but for rounding, and for which elements dropout drops.
+The results are those of the recorded step except for rounding, and for which elements dropout
+drops.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable
-from typing import Any
+from collections.abc import Hashable
 
 import torch
 from torch import fx
 
 from rekindle.engines.inductor import decompositions
 from rekindle.engines.inductor.fusibility import is_fusible, is_simple
-from rekindle.engines.inductor.gpu_layouts import CONVOLUTIONS, ForGpu
+from rekindle.engines.inductor.gpu_layouts import CONVOLUTIONS, GpuLayouts
+from rekindle.engines.inductor.matmul_padding import PaddingOptions
 from rekindle.engines.inductor.recording_builder import is_view
+from rekindle.engines.inductor.rewriter import Rewriter
+from rekindle.rewriting.apply_schedule import item_path
 from rekindle.torch_internals import OpOverload
 from rekindle.tracing import operators
 from rekindle.tracing.tape import Call, OptimizerCall, Recording
 
 aten = torch.ops.aten
 
-# These take tensors in whatever order of memory, and keep it.
-_ANY_ORDER = frozenset(
+# These accept any memory format, and keep it.
+_LAYOUT_PRESERVING = frozenset(
     (
         *CONVOLUTIONS,
         aten.max_pool2d_with_indices.default,
@@ -41,229 +44,198 @@ _ANY_ORDER = frozenset(
 )
 
 
-def normalized(recording: Recording, *, for_gpu: bool) -> Recording:
-    """The same step in small parts without side effects, for the compiler of a GPU or CPU."""
-    return _Normal(recording, for_gpu).run()
+def decompose(
+    recording: Recording, *, for_gpu: bool, padding: PaddingOptions | None = None
+) -> Recording:
+    """The same step in small functional calls, for the compiler of a GPU or CPU."""
+    return _Decomposer(recording, for_gpu, padding or PaddingOptions()).run()
 
 
-class _Normal(ForGpu):
-    def __init__(self, recording: Recording, for_gpu: bool) -> None:
+class _Decomposer(Rewriter):
+    def __init__(self, recording: Recording, for_gpu: bool, padding: PaddingOptions) -> None:
         super().__init__(recording)
-        self.for_gpu = for_gpu
-        self.calls = [call for call in self.old.calls if not call.in_optimizer]
+        self.gpu_layouts = GpuLayouts(self, padding) if for_gpu else None
         self.seeds = self._draw_seeds()
         self._n_masks: Counter[torch.device] = Counter()
 
     def run(self) -> Recording:
-        for call in self.build.calls():
+        for call in self.builder.calls():
             if isinstance(call, OptimizerCall):
-                self.build.keep_optimizer(call)
-                self.computed, self.padded = {}, {}
-                self.outdated = set(self.build.tape.metas)
+                self.builder.keep_optimizer(call)
+                self.computed = {}
+                self.outdated = set(self.builder.tape.metas)
+                if self.gpu_layouts is not None:
+                    self.gpu_layouts.padded = {}
             elif call.in_optimizer:
-                self.build.keep(call)
+                self.builder.keep(call)
             else:
                 self._rewrite(call)
-                for result in self.known.ends.intersection((*call.results, *call.writes)):
-                    self._exactly_as_recorded(result, call)
-                self._pin(call.results, call)
-        return self.build.finish()
-
-    def _pin(self, nodes: Iterable[fx.Node], like: Call) -> None:
-        """Have what is pinned as it was recorded from the start: views see what is written."""
-        for node in nodes:
-            if self.old.metas[node].storage in self.pinned:
-                self._as_recorded(node, like)
-                self.in_place.add(self.build.meta(self.lead[node]).storage)
+                for result in self.analysis.ends.intersection((*call.results, *call.writes)):
+                    self.restore_strides(result, call)
+                self.pin(call.results, call)
+        return self.builder.finish()
 
     def _rewrite(self, call: Call) -> None:
         target = call.node.target
-        if self.known.is_dropout(call):
+        if self.analysis.is_dropout(call):
             self._dropout(call)
-        elif self.known.is_coin(call):
-            self._toss_coins(call)
+        elif self.analysis.is_bernoulli(call):
+            self._bernoulli(call)
         elif target is aten.native_batch_norm.default and call.node.args[5]:
             self._batch_norm(call)
         elif target is aten.native_batch_norm_backward.default and call.node.args[7]:
             self._batch_norm_backward(call)
         elif target is aten._log_softmax.default:
             self._log_softmax(call)
-        elif target is aten.nll_loss_backward.default and self._is_of_rows(call):
+        elif target is aten.nll_loss_backward.default and self._is_over_rows(call):
             self._class_gradient(call)
-        elif target is aten._log_softmax_backward_data.default and self._is_of_classes(call):
+        elif target is aten._log_softmax_backward_data.default and self._is_of_class_gradient(call):
             self._scores_gradient(call)
-        elif self.for_gpu and self.rewrite_for_gpu(call):
+        elif self.gpu_layouts is not None and self.gpu_layouts.rewrite(call):
             pass
-        elif self.known.is_replaceable(call):
-            self._out_of_place(call)
+        elif self.analysis.is_functionalizable(call):
+            self._functionalize(call)
         elif call.writes or call.is_random or not isinstance(target, OpOverload):
             self._keep(call)
         else:
             self._compute_once(call)
 
     def _keep(self, call: Call) -> None:
-        """Make a call as it was, on tensors of the forms it knows."""
-        can_look = is_view(call, self.old) and self._can_look(call)
-        if not can_look and not self._takes_any_order(call):
+        """Add a recorded call, on tensors with layouts that it accepts."""
+        stays_view = is_view(call, self.old) and self.builder.stays_view(call)
+        if not stays_view and not self._accepts_any_layout(call):
             for arg in call.node.all_input_nodes:
-                self._as_recorded(arg, call)
-        self.build.keep(call)
+                self.restore_layout(arg, call)
+        self.builder.keep(call)
 
-    def _takes_any_order(self, call: Call) -> bool:
-        """Whether a call does the same however its tensors lie: if not by itself, then compiled."""
+    def _accepts_any_layout(self, call: Call) -> bool:
+        """True if a call does the same for any layout, by itself or because it will be compiled."""
         target = call.node.target
-        if target in _ANY_ORDER or is_simple(target):
+        if target in _LAYOUT_PRESERVING or is_simple(target):
             return True
-        return is_fusible(target) and self.known.is_compiled(call)
-
-    def _can_look(self, call: Call) -> bool:
-        """Whether a view can be had of what takes its argument's place, however that lies."""
-        try:
-            return self.build.is_view_of(call)
-        except (RuntimeError, ValueError):  # "Cannot view a tensor with shape ... and strides ..."
-            return False
+        return is_fusible(target) and self.analysis.is_compiled(call)
 
     def _compute_once(self, call: Call) -> None:
         key = self._key(call)
-        known = self.computed.get(key) if key is not None else None
-        if known is not None:
-            self.build.follow(call, known)
+        earlier = self.computed.get(key) if key is not None else None
+        if earlier is not None:
+            self.builder.map_results(call, earlier)
             return
         self._keep(call)
         if key is not None:
-            self.computed[key] = self.build.tape.calls[-1]
+            self.computed[key] = self.builder.tape.calls[-1]
 
     def _key(self, call: Call) -> Hashable:
-        """What a call computes; None if that may change, or cannot be told."""
+        """The target and arguments of a call; None if its result must not be shared."""
         inputs = call.node.all_input_nodes
-        changes = not self.pinned.isdisjoint(self.known.storages(inputs))
-        if (
-            not inputs
-            or changes
-            or not self.known.own.isdisjoint(self.known.storages(call.results))
-        ):
+        may_change = not self.pinned.isdisjoint(self.analysis.storages(inputs))
+        made = self.analysis.storages(call.results)
+        if not inputs or may_change or not self.analysis.unshareable.isdisjoint(made):
             return None
-        args = fx.map_arg((call.node.args, dict(call.node.kwargs)), self.lead.__getitem__)
+        args = self.builder.arguments(call)
         return call.node.target, call.in_backward, call.grad_enabled, repr(args)
 
-    def _out_of_place(self, call: Call) -> None:
+    def _functionalize(self, call: Call) -> None:
         (written,) = call.writes
         assert isinstance(call.node.target, OpOverload)
-        was = self.build.meta(self.lead[written])
-        args = fx.map_arg(call.node.args, self.lead.__getitem__)
-        kwargs = fx.map_arg(call.node.kwargs, self.lead.__getitem__)
-        (result,) = self._emit(operators.out_of_place(call.node.target), args, call, kwargs).results
-        if self.build.meta(result).dtype is not was.dtype:
-            how = {"dtype": was.dtype}
-            (result,) = self._emit(aten._to_copy.default, (result,), call, how).results
-        self.lead[written] = result
-        self.replaced.add(written)
+        was = self.builder.meta(self.node_map[written])
+        args, kwargs = self.builder.arguments(call)
+        (result,) = self.emit(operators.out_of_place(call.node.target), args, call, kwargs).results
+        if self.builder.meta(result).dtype is not was.dtype:
+            kwargs = {"dtype": was.dtype}
+            (result,) = self.emit(aten._to_copy.default, (result,), call, kwargs).results
+        self.node_map[written] = result
+        self.functionalized.add(written)
 
     def _draw_seeds(self) -> dict[torch.device, fx.Node]:
-        """The seeds of all masks, for each device."""
+        """The seeds of all masks, by device."""
         found: dict[torch.device, list[Call]] = {}
-        for call in self.calls:
-            if self.known.is_dropout(call) or self.known.is_coin(call):
+        for call in (each for each in self.old.calls if not each.in_optimizer):
+            if self.analysis.is_dropout(call) or self.analysis.is_bernoulli(call):
                 made = [*call.results, *call.writes][0]
-                device = self.old.storages[self.old.metas[made].storage].device
-                found.setdefault(device, []).append(call)
+                storage = self.old.storages[self.old.metas[made].storage]
+                found.setdefault(storage.device, []).append(call)
         seeds: dict[torch.device, fx.Node] = {}
         for device, calls in found.items():
-            args = (len(calls), str(device))
-            call = self.build.emit(
-                decompositions.draw_seeds, args, {}, calls[0], writes=(), is_random=True
-            )
-            seeds[device] = call.results[0]
+            args, draw = (len(calls), str(device)), decompositions.draw_seeds
+            seeded = self.builder.emit(draw, args, {}, calls[0], writes=(), is_random=True)
+            seeds[device] = seeded.results[0]
         return seeds
 
     def _dropout(self, call: Call) -> None:
-        node, p, _ = call.node.args
-        assert isinstance(node, fx.Node)
-        assert isinstance(p, float)
-        tensor = self.lead[node]
+        (tensor, p, _), _ = self.builder.arguments(call)
         mask = self._mask(tensor, p, call)
         scale = 0.0 if p == 1 else 1 / (1 - p)
-        (result,) = self._emit(decompositions.keep_masked, (tensor, mask, scale), call).results
+        (result,) = self.emit(decompositions.keep_masked, (tensor, mask, scale), call).results
         for recorded in call.results:
-            self.lead[recorded] = result if recorded.args[1] == 0 else mask
+            self.node_map[recorded] = result if recorded.args[1] == 0 else mask
 
     def _mask(self, of: fx.Node, p: float, call: Call) -> fx.Node:
-        device = self.build.device(of)
+        device = self.builder.device(of)
         seeds = self.seeds[device], 0, self._n_masks[device]
-        (row,) = self._emit(aten.select.int, seeds, call).results
-        (seed,) = self._emit(aten.select.int, (row, 0, 0), call).results
+        (row,) = self.emit(aten.select.int, seeds, call).results
+        (seed,) = self.emit(aten.select.int, (row, 0, 0), call).results
         self._n_masks[device] += 1
-        args = (seed, list(self.build.meta(of).shape), p)
-        return self._emit(decompositions.draw_mask, args, call).results[0]
+        args = (seed, list(self.builder.meta(of).shape), p)
+        return self.emit(decompositions.draw_mask, args, call).results[0]
 
-    def _toss_coins(self, call: Call) -> None:
-        (written,), p = call.writes, call.node.args[1]
-        assert isinstance(p, float)
-        mask = self._mask(self.lead[written], 1 - p, call)
-        how = {"dtype": self.old.metas[written].dtype}
-        self.lead[written] = self._emit(aten._to_copy.default, (mask,), call, how).results[0]
-        self.replaced.add(written)
+    def _bernoulli(self, call: Call) -> None:
+        (written,), (_, p) = call.writes, self.builder.arguments(call)[0]
+        mask = self._mask(self.node_map[written], 1 - p, call)
+        kwargs = {"dtype": self.old.metas[written].dtype}
+        self.node_map[written] = self.emit(aten._to_copy.default, (mask,), call, kwargs).results[0]
+        self.functionalized.add(written)
 
     def _batch_norm(self, call: Call) -> None:
-        leads = [self.lead[a] if isinstance(a, fx.Node) else a for a in call.node.args]
-        tensor, weight, bias, running_mean, running_var, _, momentum, eps = leads
-        writes = [self.lead[node] for node in call.writes]
-        found = self.build.emit(
-            decompositions.batch_statistics,
-            (tensor, running_mean, running_var, momentum, eps),
-            {},
-            call,
-            writes=writes,
-        )
+        args, _ = self.builder.arguments(call)
+        tensor, weight, bias, running_mean, running_var, _, momentum, eps = args
+        statistics = (tensor, running_mean, running_var, momentum, eps)
+        found = self.builder.emit(decompositions.batch_statistics, statistics, {}, call)
         mean, deviation = found.results
-        args = (tensor, weight, bias, mean, deviation)
-        (result,) = self._emit(decompositions.normalized, args, call).results
+        normalized = (tensor, weight, bias, mean, deviation)
+        (result,) = self.emit(decompositions.normalized, normalized, call).results
         for recorded in call.results:
-            index = recorded.args[1]
-            assert isinstance(index, int)
-            self.lead[recorded] = (result, mean, deviation)[index]
+            _, (index,) = item_path(recorded)
+            self.node_map[recorded] = (result, mean, deviation)[index]
 
     def _batch_norm_backward(self, call: Call) -> None:
-        """It does not read running statistics in training."""
-        args = fx.map_arg(call.node.args, self.lead.__getitem__)
+        """In training, it does not read running statistics."""
+        args, _ = self.builder.arguments(call)
         grad, tensor, weight, _, _, mean, deviation, _, _, wanted = args
         args = (grad, tensor, weight, mean, deviation, wanted)
-        self.build.follow(call, self._emit(decompositions.normalized_backward, args, call))
+        self.builder.map_results(call, self.emit(decompositions.normalized_backward, args, call))
 
     def _log_softmax(self, call: Call) -> None:
-        node, dim, _ = call.node.args
-        assert isinstance(node, fx.Node)
-        tensor, dtype = self.lead[node], self.old.metas[call.results[0]].dtype
-        (row,) = self._emit(decompositions.log_sum_exp, (tensor, dim), call).results
-        (result,) = self._emit(decompositions.minus, (tensor, row, dtype), call).results
-        self.lead[call.results[0]] = result
+        (tensor, dim, _), _ = self.builder.arguments(call)
+        dtype = self.old.metas[call.results[0]].dtype
+        (row,) = self.emit(decompositions.log_sum_exp, (tensor, dim), call).results
+        (result,) = self.emit(decompositions.minus, (tensor, row, dtype), call).results
+        self.node_map[call.results[0]] = result
 
-    def _is_of_rows(self, call: Call) -> bool:
-        """Whether a loss is over rows of classes that all weigh the same."""
-        scores, weight = call.node.args[1], call.node.args[3]
-        assert isinstance(scores, fx.Node)
-        return weight is None and len(self.old.metas[scores].shape) == 2
+    def _is_over_rows(self, call: Call) -> bool:
+        """True if a loss is over rows of classes without weights."""
+        args, _ = self.builder.arguments(call)
+        return args[3] is None and len(self.builder.meta(args[1]).shape) == 2
 
     def _class_gradient(self, call: Call) -> None:
-        """Element by element: the operator would fill memory with zeros first."""
-        args: list[Any] = list(fx.map_arg(call.node.args, self.lead.__getitem__))
+        """Pointwise: the operator would fill memory with zeros first."""
+        args, _ = self.builder.arguments(call)
         grad, _, target, _, reduction, ignored, total = args
         shape = list(self.old.metas[call.results[0]].shape)
-        made = self._emit(
-            decompositions.class_gradient, (grad, target, shape, ignored, total, reduction), call
-        )
-        self.build.follow(call, made)
+        args = (grad, target, shape, ignored, total, reduction)
+        self.builder.map_results(call, self.emit(decompositions.class_gradient, args, call))
 
-    def _is_of_classes(self, call: Call) -> bool:
-        """Whether what a log-softmax is given back is a class gradient."""
-        grad, dim = call.node.args[0], call.node.args[2]
-        assert isinstance(grad, fx.Node)
-        return self.lead[grad].target is decompositions.class_gradient and dim in (1, -1)
+    def _is_of_class_gradient(self, call: Call) -> bool:
+        """True if log-softmax backward is given a class gradient."""
+        (grad, _, dim, _), _ = self.builder.arguments(call)
+        return grad.target is decompositions.class_gradient and dim in (1, -1)
 
     def _scores_gradient(self, call: Call) -> None:
         """Without a sum over all classes."""
-        args: list[Any] = list(fx.map_arg(call.node.args, self.lead.__getitem__))
+        args, _ = self.builder.arguments(call)
         class_gradient, scores, _, dtype = args
-        grad, target, _, *how = class_gradient.args
-        made = self._emit(decompositions.scores_gradient, (scores, grad, target, *how, dtype), call)
-        self.build.follow(call, made)
+        grad, target, _, *options = class_gradient.args
+        made = self.emit(
+            decompositions.scores_gradient, (scores, grad, target, *options, dtype), call
+        )
+        self.builder.map_results(call, made)

@@ -1,7 +1,7 @@
-"""Functions that a step for the compiler calls in place of operators that do too much at once.
+"""Functions that replace operators in a decomposed step.
 
-Each is plain torch, which the compiler takes apart. What they compute is what the operators do, but
-for rounding; masks come from seeds, so that they can be drawn again anywhere, and any time.
+Each is plain torch code, which the compiler traces into. Results are those of the operators except
+for rounding. Masks are functions of seeds, so that they can be recomputed anywhere.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rekindle.torch_internals import inductor_prims  # noqa: F401  (registers inductor_random)
 
-_SEED_WORDS = 2  # 16 bytes a seed: what compiled code likes to start at
+_SEED_WORDS = 2  # 16 bytes: the alignment that compiled code expects
 
 
 def draw_seeds(count: int, device: str) -> Tensor:
@@ -21,17 +21,17 @@ def draw_seeds(count: int, device: str) -> Tensor:
 
 
 def uniform(seed: Tensor, shape: list[int]) -> Tensor:
-    """Numbers from 0 to 1, as compiled code draws them: outside of it, they ignore the seed."""
+    """Uniform numbers from 0 to 1; only compiled code uses the seed."""
     return torch.ops.prims.inductor_random.default(shape, seed, "rand")
 
 
 def draw_mask(seed: Tensor, shape: list[int], p: float) -> Tensor:
-    """Which elements are kept if each is dropped with probability `p`: a function of the seed."""
+    """The mask of a dropout with probability `p`, as a function of the seed."""
     return uniform(seed, shape) >= p
 
 
 def keep_masked(tensor: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """What dropout returns."""
+    """The result of dropout."""
     return tensor * mask * scale
 
 
@@ -42,7 +42,7 @@ def batch_statistics(
     momentum: float,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Mean and inverse deviation of a batch, channel by channel; the running ones follow them."""
+    """Mean and inverse standard deviation per channel; updates the running statistics."""
     var, mean = torch.var_mean(_wide(tensor), _all_but_channels(tensor), correction=0)
     if running_mean is not None:
         running_mean.copy_(momentum * mean + (1 - momentum) * running_mean)
@@ -60,7 +60,7 @@ def normalized(
     mean: Tensor,
     inverse_deviation: Tensor,
 ) -> Tensor:
-    """What batch norm returns, from statistics that are known."""
+    """The result of batch norm, from its statistics."""
     shape = [1, -1] + [1] * (tensor.dim() - 2)
     scale = inverse_deviation if weight is None else inverse_deviation * _wide(weight)
     result = (_wide(tensor) - mean.view(shape)) * scale.view(shape)
@@ -96,21 +96,21 @@ def normalized_backward(
 
 
 def log_sum_exp(tensor: Tensor, dim: int) -> Tensor:
-    """What log-softmax subtracts."""
+    """The log-sum-exp of each row, computed stably."""
     wide = _wide(tensor)
     largest = wide.amax(dim, keepdim=True)
     return largest + (wide - largest).exp().sum(dim, keepdim=True).log()
 
 
 def minus(tensor: Tensor, subtracted: Tensor, dtype: torch.dtype) -> Tensor:
-    """What log-softmax returns."""
+    """The result of log-softmax, from the log-sum-exp."""
     return (tensor.to(subtracted.dtype) - subtracted).to(dtype)
 
 
 def class_gradient(
     grad: Tensor, target: Tensor, shape: list[int], ignored: int, total: Tensor, reduction: int
 ) -> Tensor:
-    """The gradient of a negative log-likelihood: zero but for the classes that were meant.
+    """The gradient of a negative log-likelihood: zero except at the target classes.
 
     `reduction` is 0 for none, 1 for the mean over `total`, 2 for the sum.
     """
@@ -129,9 +129,9 @@ def scores_gradient(
     reduction: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """What log-softmax makes of a class gradient, given what it has returned.
+    """The gradient of log-softmax's input for a class gradient, given its result.
 
-    It subtracts the sum of each row, and of a row only one class was meant, if any.
+    Only one class of each row has a gradient, so that no sum over classes is needed.
     """
     each = _gradient_of_each(grad, total, reduction)
     counts = ((target != ignored) & (target >= 0) & (target < scores.shape[1])).unsqueeze(1)
@@ -141,19 +141,19 @@ def scores_gradient(
 
 
 def _gradient_of_each(grad: Tensor, total: Tensor, reduction: int) -> Tensor:
-    """The gradient of the class that was meant: for all rows, or of each."""
+    """The gradient at the target class: one for all rows, or one for each."""
     each = -grad / total if reduction == 1 else -grad
     return each.unsqueeze(1) if reduction == 0 else each
 
 
 def in_order(tensor: Tensor, stride: list[int]) -> Tensor:
-    """The same tensor, in memory in this order."""
+    """A copy of a tensor with these strides."""
     made = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
     return made.copy_(tensor)
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """A tensor in no less than single precision."""
+    """A tensor in at least single precision."""
     return tensor.float() if tensor.dtype.itemsize < 4 else tensor
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 _BYTES = 16  # fast products want rows to begin at multiples of this
 _WORTH_FLOPS = 1 << 30  # a smaller product is not worth it
@@ -11,9 +12,17 @@ _WORTH_FLOPS = 1 << 30  # a smaller product is not worth it
 Sizes = Sequence[int]
 
 
-def is_large(a_shape: Sizes, b_shape: Sizes) -> bool:
+@dataclass(frozen=True)
+class PaddingOptions:
+    """Which matmuls are padded: those with at least so many FLOPs."""
+
+    min_flops: int = _WORTH_FLOPS
+
+
+def is_large(a_shape: Sizes, b_shape: Sizes, options: PaddingOptions | None = None) -> bool:
     """Whether a product is worth longer sides."""
-    return 2 * math.prod((*a_shape, b_shape[1])) >= _WORTH_FLOPS
+    min_flops = options.min_flops if options else _WORTH_FLOPS
+    return 2 * math.prod((*a_shape, b_shape[1])) >= min_flops
 
 
 def missing(

@@ -1,151 +1,153 @@
-"""Writes a new recording from an old one, on fake tensors: calls can be left, changed or added."""
+"""Writes a new recording from an old one on fake tensors, with calls dropped, changed or added."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
+from rekindle.rewriting.apply_schedule import item_path
 from rekindle.torch_internals import FakeTensor, FakeTensorMode, OpOverload
 from rekindle.tracing import fake_overrides, operators, rng
-from rekindle.tracing.module_effects import Effect
-from rekindle.tracing.tape import (
-    Call,
-    Entry,
-    GradUse,
-    Meta,
-    OptimizerCall,
-    Recording,
-    StorageMeta,
-    Tape,
-)
+from rekindle.tracing.tape import Call, Entry, Meta, OptimizerCall, Recording, StorageMeta, Tape
 
 
-class Builder:
-    """A recording in the making. `lead` goes from recorded nodes to those that take their place."""
+class RecordingBuilder:
+    """A recording being built. `node_map` maps recorded nodes to the new ones that replace them."""
 
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
         self.tape = Tape()
-        self.lead: dict[fx.Node, fx.Node] = {}
+        self.node_map: dict[fx.Node, fx.Node] = {}
         self._mode = FakeTensorMode()
-        self._fakes: dict[fx.Node, FakeTensor] = {}
-        self._known: set[int] = set()  # their identities
-        self._index_of: dict[int, int] = {}  # by a storage's address: its number
-        self._storages: list[torch.UntypedStorage] = []  # held, so that no address comes twice
-        self._enter_all()
+        self.fakes: dict[fx.Node, FakeTensor] = {}  # by new node
+        self._fake_ids: set[int] = set()
+        self._index_of: dict[int, int] = {}  # by a storage's address
+        self._storages: list[torch.UntypedStorage] = []  # kept alive, so that no address is reused
+        self._add_inputs()
 
     def finish(self) -> Recording:
-        """The new recording, without calls that nobody needs."""
-        old, lead = self.recording, self.lead
+        """The new recording, without dead calls."""
+        old, node_map = self.recording, self.node_map
         made = Recording(
             tape=self.tape,
             state=old.state,
-            batch_nodes=[lead[node] for node in old.batch_nodes],
+            batch_nodes=[node_map[node] for node in old.batch_nodes],
             result=old.result,
-            result_nodes=[lead[node] for node in old.result_nodes],
-            grads=[_moved_grad(use, lead) for use in old.grads],
-            effects=[_moved_effect(effect, lead) for effect in old.effects],
+            result_nodes=[node_map[node] for node in old.result_nodes],
+            grads=[replace(use, final=use.final and node_map[use.final]) for use in old.grads],
+            effects=[
+                replace(effect, nodes=[node_map[node] for node in effect.nodes])
+                for effect in old.effects
+            ],
         )
         made.drop_dead_calls()
         self.tape.graph.lint()
         return made
 
     def calls(self) -> Iterable[Call | OptimizerCall]:
-        """What was recorded, in order: calls, and calls of the optimizer."""
+        """The recorded calls in order, with those of the optimizer."""
         tape = self.recording.tape
         found: dict[fx.Node, Call | OptimizerCall] = {call.node: call for call in tape.calls}
         found.update({call.node: call for call in tape.optimizer_calls})
         return [found[node] for node in tape.graph.nodes if node in found]
 
     def meta(self, node: fx.Node) -> Meta:
-        """What is known of a new node's tensor."""
+        """Shape, strides, dtype and storage of a new node."""
         return self.tape.metas[node]
 
     def device(self, node: fx.Node) -> torch.device:
-        """Where a new node's tensor lies."""
+        """The device of a new node."""
         return self.tape.storages[self.tape.metas[node].storage].device
 
-    def fake(self, node: fx.Node) -> FakeTensor:
-        """A tensor of a new node's form, without numbers."""
-        return self._fakes[node]
+    def arguments(self, call: Call) -> tuple[Any, Any]:
+        """A recorded call's arguments, on new nodes."""
+        return fx.map_arg((call.node.args, dict(call.node.kwargs)), self.node_map.__getitem__)
 
     def keep(self, call: Call) -> None:
-        """Make a recorded call, on what takes its arguments' places."""
-        args = fx.map_arg(call.node.args, self.lead.__getitem__)
-        kwargs = fx.map_arg(call.node.kwargs, self.lead.__getitem__)
-        if call.node.target in (rng.get_state, rng.set_state):  # not to be run here
+        """Add a recorded call, on new nodes."""
+        args, kwargs = self.arguments(call)
+        if call.node.target in (rng.get_state, rng.set_state):  # cannot run on fake tensors
             made = self._append(call.node.target, args, kwargs, call, self._as_recorded(call))
         else:
             made = self.emit(call.node.target, args, kwargs, call)
-        self.follow(call, made)
+        self.map_results(call, made)
 
-    def is_view_of(self, call: Call) -> bool:
-        """Whether a recorded call, made here, would look at its argument and copy nothing."""
-        args = fx.map_arg(call.node.args, self.lead.__getitem__)
-        kwargs = fx.map_arg(call.node.kwargs, self.lead.__getitem__)
-        found = self._run(call.node.target, args, kwargs)
-        looked = {
-            self.fake(self.lead[n]).untyped_storage()._cdata for n in call.node.all_input_nodes
+    def stays_view(self, call: Call) -> bool:
+        """True if a recorded call on new nodes would return views and copy nothing."""
+        try:
+            found = self._run(call.node.target, *self.arguments(call))
+        except (RuntimeError, ValueError):  # "Cannot view a tensor with shape ... and strides ..."
+            return False
+        viewed = {
+            self.fakes[self.node_map[n]].untyped_storage()._cdata for n in call.node.all_input_nodes
         }
-        return all(made.untyped_storage()._cdata in looked for made in operators.tensors(found))
+        return all(made.untyped_storage()._cdata in viewed for made in operators.tensors(found))
 
     def keep_optimizer(self, call: OptimizerCall) -> None:
-        """Call the optimizer, with what takes the gradients' places."""
-        grads = [self.lead[grad] for grad in call.grads]
+        """Add a recorded call of the optimizer, on new nodes."""
+        grads = [self.node_map[grad] for grad in call.grads]
         node = self.tape.graph.create_node(
             "call_function", call.node.target, tuple(grads), {}, name=call.node.name
         )
         self.tape.optimizer_calls.append(replace(call, node=node, grads=grads))
 
-    def follow(self, call: Call, made: Call) -> None:
-        """Let the results of a new call take the places of a recorded call's, one by one."""
-        by_path = {path(node): node for node in made.results}
+    def map_results(self, call: Call, made: Call) -> None:
+        """Map the results of a recorded call to those of a new one."""
+        by_path = {item_path(node)[1]: node for node in made.results}
         for result in call.results:
-            self.lead[result] = by_path[path(result)]
+            self.node_map[result] = by_path[item_path(result)[1]]
 
     def emit(
         self,
         target: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        like: Call,
+        template: Call,
         *,
         writes: Sequence[fx.Node] | None = None,
         is_random: bool | None = None,
     ) -> Call:
-        """Add a call that came about as another one did. It writes and draws as that one does."""
+        """Add a call whose phase, module and source are those of the recorded call `template`.
+
+        `writes` and `is_random` default to the template's.
+        """
         if writes is None:
-            writes = [self.lead[each] for each in like.writes]
-        call = self._append(target, args, kwargs, like, self._run(target, args, kwargs))
+            writes = [self.node_map[each] for each in template.writes]
+        call = self._append(target, args, kwargs, template, self._run(target, args, kwargs))
         call.writes = list(writes)
         if is_random is not None:
             call.is_random = is_random
         return call
 
     def _append(
-        self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: Call, result: Any
+        self,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        template: Call,
+        result: Any,
     ) -> Call:
-        node = self.tape.graph.create_node(
-            "call_function", target, args, kwargs, name=_label(target, like)
-        )
+        is_same = target is template.node.target
+        name = template.node.name if is_same else target.__name__.partition(".")[0]
+        node = self.tape.graph.create_node("call_function", target, args, kwargs, name=name)
         call = replace(
-            like,
+            template,
             serial=len(self.tape.calls) + 1,
             node=node,
             results=self._bind(node, result),
             writes=[],
-            flops=like.flops if target is like.node.target else 0,
+            flops=template.flops if is_same else 0,
         )
         self.tape.calls.append(call)
         return call
 
     def _as_recorded(self, call: Call) -> Any:
-        """A tensor of the form of a call's only result; None if there is none."""
+        """A fake tensor like a call's only result; None if it has none."""
         for result in call.results:
             meta = self.recording.tape.metas[result]
             device = self.recording.tape.storages[meta.storage].device
@@ -154,50 +156,50 @@ class Builder:
         return None
 
     def _run(self, target: Any, args: Any, kwargs: Any) -> Any:
-        args = fx.map_arg(args, self._fakes.__getitem__)
-        kwargs = fx.map_arg(kwargs, self._fakes.__getitem__)
+        args = fx.map_arg(args, self.fakes.__getitem__)
+        kwargs = fx.map_arg(kwargs, self.fakes.__getitem__)
         with self._mode, torch.no_grad():
             if isinstance(target, OpOverload):
                 return fake_overrides.call(target, args, kwargs)
             return getattr(target, "on_fakes", target)(*args, **kwargs)
 
-    def _enter_all(self) -> None:
-        """Enter what was entered, with tensors on the same storages."""
+    def _add_inputs(self) -> None:
+        """Add the recorded inputs; those that shared a storage still do."""
         tape = self.recording.tape
-        memory: dict[int, torch.Tensor] = {}
+        storages_of: dict[int, torch.Tensor] = {}
         for entry in tape.entries:
             meta = tape.metas[entry.node]
             storage = tape.storages[meta.storage]
             with self._mode:
-                if meta.storage not in memory:
-                    memory[meta.storage] = torch.empty(
+                if meta.storage not in storages_of:
+                    storages_of[meta.storage] = torch.empty(
                         storage.nbytes, dtype=torch.uint8, device=storage.device
                     )
                 typed = torch.empty(0, dtype=meta.dtype, device=storage.device)
-                whole = memory[meta.storage].untyped_storage()
+                whole = storages_of[meta.storage].untyped_storage()
                 fake = typed.set_(whole, 0, meta.shape, meta.stride)
             node = self.tape.graph.placeholder(entry.node.name)
-            self.lead[entry.node] = node
+            self.node_map[entry.node] = node
             self.tape.entries.append(Entry(entry.kind, entry.name, node, entry.tensor))
             self._hold(node, fake)
 
     def _bind(self, node: fx.Node, result: Any) -> list[fx.Node]:
-        """Tie the new tensors of a result to nodes: the call's own, or one `getitem` for each."""
+        """Bind the new tensors in a result to nodes: the call's own, or one `getitem` for each."""
         if isinstance(result, torch.Tensor):
-            if id(result) in self._known:
-                return []  # an argument, handed back
+            if id(result) in self._fake_ids:
+                return []  # an argument, returned
             self._hold(node, result)
             return [node]
         found: list[fx.Node] = []
-        for index, item in enumerate(result if isinstance(result, (tuple, list)) else ()):
-            if item is None:
+        for index, value in enumerate(result if isinstance(result, (tuple, list)) else ()):
+            if value is None:
                 continue
-            part = self.tape.graph.create_node(
+            item = self.tape.graph.create_node(
                 "call_function", operator.getitem, (node, index), name=f"{node.name}_out{index}"
             )
-            bound = self._bind(part, item)
+            bound = self._bind(item, value)
             if not bound:
-                self.tape.graph.erase_node(part)
+                self.tape.graph.erase_node(item)
             found.extend(bound)
         return found
 
@@ -207,36 +209,14 @@ class Builder:
         if index == len(self._storages):
             self._storages.append(storage)
             self.tape.storages.append(StorageMeta(storage.nbytes(), fake.device))
-        self._fakes[node] = fake
-        self._known.add(id(fake))
+        self.fakes[node] = fake
+        self._fake_ids.add(id(fake))
         self.tape.metas[node] = Meta(tuple(fake.shape), fake.stride(), fake.dtype, index)
 
 
-def path(node: fx.Node) -> tuple[int, ...]:
-    """Where in a call's results a node's tensor is; empty for the only one."""
-    if node.target is not operator.getitem:
-        return ()
-    source, index = node.args
-    assert isinstance(source, fx.Node)
-    assert isinstance(index, int)
-    return (*path(source), index)
-
-
 def is_view(call: Call, tape: Tape) -> bool:
-    """Whether a call computes nothing, and looks at its argument in another way."""
+    """True if a call returns only views of its arguments."""
     if call.writes or not call.results:
         return False
     read = {tape.metas[node].storage for node in call.node.all_input_nodes}
     return all(tape.metas[node].storage in read for node in call.results)
-
-
-def _label(target: Callable[..., Any], like: Call) -> str:
-    return like.node.name if target is like.node.target else target.__name__.partition(".")[0]
-
-
-def _moved_grad(use: GradUse, lead: dict[fx.Node, fx.Node]) -> GradUse:
-    return replace(use, final=None if use.final is None else lead[use.final])
-
-
-def _moved_effect(effect: Effect, lead: dict[fx.Node, fx.Node]) -> Effect:
-    return replace(effect, nodes=[lead[node] for node in effect.nodes])

@@ -1,4 +1,9 @@
-"""What recorded steps are rewritten with: calls made once, tensors in the order asked for."""
+"""Shared means of the passes that rewrite a recording: calls made once, and tensors laid out.
+
+A recorded step writes in place. A write to a tensor that the step has made itself can become a new
+tensor if no other view of its memory is read later; `MutationAnalysis` finds these. All other
+memory that is written to is pinned: it keeps its storage and its layout.
+"""
 
 from __future__ import annotations
 
@@ -9,87 +14,207 @@ import torch
 from torch import fx
 
 from rekindle.engines.inductor import decompositions
-from rekindle.engines.inductor.functionalizable import Replaceable
-from rekindle.engines.inductor.recording_builder import Builder
-from rekindle.engines.inductor.strides import contiguous_stride, in_memory, is_dense
-from rekindle.tracing.tape import Call, Recording
+from rekindle.engines.inductor.recording_builder import RecordingBuilder
+from rekindle.engines.strides import contiguous_stride, is_dense, significant_strides
+from rekindle.torch_internals import OpOverload
+from rekindle.tracing import operators
+from rekindle.tracing.tape import Call, OptimizerCall, Recording
 
 aten = torch.ops.aten
 
+_NEVER = 1 << 62
 
-class Rewriting:
-    """A step that is being written anew. `lead` goes from recorded nodes to those in their places.
 
-    `old` is what was recorded, and `known` what may be made of it.
+class MutationAnalysis:
+    """Which writes of a recorded step can become new tensors, and which storages are pinned."""
+
+    def __init__(self, recording: Recording, calls: Iterable[Call | OptimizerCall]) -> None:
+        """`calls` are the step's in order, with the optimizer's."""
+        self._tape = recording.tape
+        self._calls = [c for c in calls if isinstance(c, OptimizerCall) or not c.in_optimizer]
+        self._last_compiled = self._find_last_compiled()
+        self._saves_rng_state = any(
+            not isinstance(call.node.target, OpOverload)
+            for call in self._tape.calls
+            if not call.in_optimizer
+        )
+        optimizer_calls = self._tape.optimizer_calls
+        self.ends = {*recording.outputs, *(g for call in optimizer_calls for g in call.grads)}
+        self.maker = {node: call for call in self._tape.calls for node in call.results}
+        self._last_use = self._last_uses()
+        self.entered = self.storages(entry.node for entry in self._tape.entries)
+        self.pinned: set[int] = set()
+        self._find_pinned()
+        # Storages of tensors that must not be merged with an equal tensor.
+        self.unshareable = self.pinned | self.storages(self.ends)
+
+    def storages(self, nodes: Iterable[fx.Node]) -> set[int]:
+        """The storages of recorded nodes."""
+        return {self._tape.metas[node].storage for node in nodes}
+
+    def is_compiled(self, call: Call) -> bool:
+        """True if a call will be compiled, provided that its operator is fusible."""
+        touched = self.storages([*call.node.all_input_nodes, *call.results, *call.writes])
+        return call.serial <= self._last_compiled and touched.isdisjoint(self.pinned)
+
+    def is_dropout(self, call: Call) -> bool:
+        """True if a call is a dropout whose mask may be computed from a seed."""
+        is_dropout = call.node.target is aten.native_dropout.default and call.is_random
+        return is_dropout and not self._saves_rng_state and self.is_compiled(call)
+
+    def is_bernoulli(self, call: Call) -> bool:
+        """True if a call fills a new tensor with a random mask, as dropout does on a CPU."""
+        is_bernoulli = call.node.target is aten.bernoulli_.float and not call.node.kwargs
+        is_seeded = is_bernoulli and not self._saves_rng_state and self.is_compiled(call)
+        return is_seeded and self._is_unobserved(call)
+
+    def is_functionalizable(self, call: Call) -> bool:
+        """True if an in-place call may return a new tensor instead."""
+        target = call.node.target
+        return (
+            isinstance(target, OpOverload)
+            and not call.is_random
+            and operators.is_in_place(target)
+            and torch.Tag.pointwise in target.tags
+            and operators.out_of_place(target) is not None
+            and self._is_unobserved(call)
+        )
+
+    def _is_unobserved(self, call: Call) -> bool:
+        """True if what a call overwrites is read later only through the tensor it is given."""
+        if len(call.writes) != 1 or call.node.args[0] is not call.writes[0]:
+            return False
+        (written,) = call.writes
+        storage = self._tape.metas[written].storage
+        if storage in self.entered or storage in self.pinned:
+            return False
+        return not any(
+            other is not written and last > call.serial and self.maker[other].serial < call.serial
+            for other, last in self._last_use.get(storage, {}).items()
+        )
+
+    def _find_pinned(self) -> None:
+        """Pin storages that are written in place, or viewed by `as_strided`."""
+        for call in self._calls:
+            if isinstance(call, OptimizerCall):
+                continue
+            if call.node.target is aten.as_strided.default:
+                self.pinned |= self.storages(call.node.all_input_nodes)
+            elif call.writes and not (self.is_functionalizable(call) or self.is_bernoulli(call)):
+                self.pinned |= self.storages(call.writes)
+
+    def _find_last_compiled(self) -> int:
+        """The last call of a backward pass before the optimizer's: later ones are not fused."""
+        last = 0
+        for call in self._calls:
+            if isinstance(call, OptimizerCall):
+                break
+            if call.in_backward:
+                last = call.serial
+        return last
+
+    def _last_uses(self) -> dict[int, dict[fx.Node, int]]:
+        """For each storage, the last call that reads each of the nodes on it."""
+        found: dict[int, dict[fx.Node, int]] = {}
+        for call in self._tape.calls:
+            for node in call.node.all_input_nodes:
+                found.setdefault(self._tape.metas[node].storage, {})[node] = call.serial
+        for node in self.ends:
+            found.setdefault(self._tape.metas[node].storage, {})[node] = _NEVER
+        return found
+
+
+class Rewriter:
+    """A recording that is being rewritten. `node_map` maps recorded nodes to new ones.
+
+    `old` is the recorded tape. New calls take their place in the step (phase, module, source) from
+    a recorded one, the `template`.
     """
 
     def __init__(self, recording: Recording) -> None:
-        self.build = Builder(recording)
+        self.builder = RecordingBuilder(recording)
         self.old = recording.tape
-        self.lead = self.build.lead
-        self.computed: dict[Hashable, Call] = {}  # by what is computed
+        self.node_map = self.builder.node_map
+        self.computed: dict[Hashable, Call] = {}  # by target and arguments
         self.outdated: set[fx.Node] = set()  # new nodes from before the optimizer's last call
-        self.known = Replaceable(recording, self.build.calls())
-        self.pinned = self.known.pinned
+        self.functionalized: set[fx.Node] = set()  # recorded nodes no longer written in place
+        self.analysis = MutationAnalysis(recording, self.builder.calls())
+        self.pinned = self.analysis.pinned
         entries = (entry.node for entry in self.old.entries)
         pinned = (node for node in entries if self.old.metas[node].storage in self.pinned)
-        # the new storages of what is pinned
-        self.in_place = {self.build.meta(self.lead[node]).storage for node in pinned}
+        self._new_pinned = {self.builder.meta(self.node_map[node]).storage for node in pinned}
 
-    def _emit(
-        self, target: Any, args: tuple[Any, ...], like: Call, kwargs: dict[str, Any] | None = None
+    def emit(
+        self,
+        target: Any,
+        args: tuple[Any, ...],
+        template: Call,
+        kwargs: dict[str, Any] | None = None,
     ) -> Call:
         """Add a call without side effects."""
-        return self.build.emit(target, args, kwargs or {}, like, writes=(), is_random=False)
+        return self.builder.emit(target, args, kwargs or {}, template, writes=(), is_random=False)
 
-    def _once(self, target: Any, args: Any, kwargs: Any, like: Call) -> fx.Node:
-        """What a call without side effects returns, made once unless it may have changed."""
-        if self._is_in_place(args):
-            return self._emit(target, args, like, kwargs).results[0]
-        key = (target, repr(args), repr(kwargs))
+    def emit_once(
+        self, target: Any, args: Any, template: Call, kwargs: dict[str, Any] | None = None
+    ) -> fx.Node:
+        """The result of a call without side effects, shared unless its arguments may change."""
+        if self.is_pinned(args):
+            return self.emit(target, args, template, kwargs).results[0]
+        key = (target, repr(args), repr(kwargs or {}))
         if key not in self.computed:
-            self.computed[key] = self._emit(target, args, like, kwargs)
+            self.computed[key] = self.emit(target, args, template, kwargs)
         return self.computed[key].results[0]
 
-    def _is_in_place(self, args: Iterable[Any]) -> bool:
-        """Whether one of these new nodes may be written to."""
+    def is_pinned(self, args: Iterable[Any]) -> bool:
+        """True if one of these new nodes may be written to."""
         nodes = (arg for arg in args if isinstance(arg, fx.Node))
-        return any(self.build.meta(node).storage in self.in_place for node in nodes)
+        return any(self.builder.meta(node).storage in self._new_pinned for node in nodes)
 
-    def _laid_out(self, node: fx.Node, order: torch.memory_format, like: Call) -> fx.Node:
-        """A copy in another order. What was cast (a weight) is cast to that order at once."""
+    def pin(self, nodes: Iterable[fx.Node], template: Call) -> None:
+        """Lay out pinned tensors as recorded from the start: views see what is written."""
+        for node in nodes:
+            if self.old.metas[node].storage in self.pinned:
+                self.restore_layout(node, template)
+                self._new_pinned.add(self.builder.meta(self.node_map[node]).storage)
+
+    def copy_to_format(
+        self, node: fx.Node, memory_format: torch.memory_format, template: Call
+    ) -> fx.Node:
+        """A copy in another memory format. A cast tensor (a weight) is cast to it directly."""
         is_cast = node.target is aten._to_copy.default and node not in self.outdated
-        if is_cast and not self._is_in_place(node.args):
-            kwargs = {**node.kwargs, "memory_format": order}
-            return self._once(aten._to_copy.default, node.args, kwargs, like)
-        return self._once(aten.clone.default, (node,), {"memory_format": order}, like)
+        if is_cast and not self.is_pinned(node.args):
+            kwargs = {**node.kwargs, "memory_format": memory_format}
+            return self.emit_once(aten._to_copy.default, node.args, template, kwargs)
+        kwargs = {"memory_format": memory_format}
+        return self.emit_once(aten.clone.default, (node,), template, kwargs)
 
-    def _as_recorded(self, node: fx.Node, like: Call) -> None:
-        """Have a tensor in memory in the order in which it was recorded."""
-        lead = self.lead[node]
-        meta, now = self.old.metas[node], self.build.meta(lead)
+    def restore_layout(self, node: fx.Node, template: Call) -> None:
+        """Replace a tensor by one with the recorded layout in memory."""
+        new = self.node_map[node]
+        meta, now = self.old.metas[node], self.builder.meta(new)
         contiguous = meta._replace(stride=contiguous_stride(meta.shape))
-        wanted = meta if is_dense(meta) else contiguous
-        if in_memory(now) in (in_memory(meta), in_memory(wanted)):
+        wanted = meta if is_dense(meta.shape, meta.stride) else contiguous
+        accepted = significant_strides(meta), significant_strides(wanted)
+        if significant_strides(now) in accepted:
             return
-        if in_memory(wanted) == in_memory(contiguous):
-            self.lead[node] = self._laid_out(lead, torch.contiguous_format, like)
+        if significant_strides(wanted) == significant_strides(contiguous):
+            self.node_map[node] = self.copy_to_format(new, torch.contiguous_format, template)
         else:
-            self.lead[node] = self._once(
-                decompositions.in_order, (lead, list(meta.stride)), {}, like
-            )
+            self._copy_to_recorded_stride(node, template)
 
-    def _exactly_as_recorded(self, node: fx.Node, like: Call) -> None:
-        """The same for what others get to see: optimizers compare strides that do not matter."""
-        self._as_recorded(node, like)
-        lead, meta = self.lead[node], self.old.metas[node]
-        if self.build.meta(lead).stride == meta.stride or not is_dense(meta):
+    def restore_strides(self, node: fx.Node, template: Call) -> None:
+        """Restore all strides, of dimensions of one element too: optimizers compare them."""
+        self.restore_layout(node, template)
+        new, meta = self.node_map[node], self.old.metas[node]
+        if self.builder.meta(new).stride == meta.stride or not is_dense(meta.shape, meta.stride):
             return
         if meta.stride == contiguous_stride(meta.shape):
             for shape in ([size for size in meta.shape if size != 1], list(meta.shape)):
-                (lead,) = self._emit(aten.view.default, (lead, shape), like).results
-            self.lead[node] = lead
+                (new,) = self.emit(aten.view.default, (new, shape), template).results
+            self.node_map[node] = new
         else:
-            self.lead[node] = self._once(
-                decompositions.in_order, (lead, list(meta.stride)), {}, like
-            )
+            self._copy_to_recorded_stride(node, template)
+
+    def _copy_to_recorded_stride(self, node: fx.Node, template: Call) -> None:
+        args = self.node_map[node], list(self.old.metas[node].stride)
+        self.node_map[node] = self.emit_once(decompositions.in_order, args, template)

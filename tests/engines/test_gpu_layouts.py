@@ -17,9 +17,9 @@ from support.uncompiled import (
 )
 from torch import Tensor, nn
 
-from rekindle.engines.inductor.attention_strides import ARGUMENTS, before_copy
-from rekindle.engines.inductor.decompose import normalized
-from rekindle.engines.inductor.recording_builder import Builder
+from rekindle.engines.inductor.decompose import decompose
+from rekindle.engines.inductor.gpu_layouts import ATTENTION_INPUTS, uncopied_view
+from rekindle.engines.inductor.recording_builder import RecordingBuilder
 from rekindle.tracing.tape import Recording
 
 aten = torch.ops.aten
@@ -27,7 +27,7 @@ WIDTH, HEADS = 32, 2
 
 
 class Attends(nn.Module):
-    """As vision transformers do it: what comes first is turned, and turned back."""
+    """Attention as in vision transformers: the sequence dimension is moved first, and back."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,16 +58,16 @@ def batch() -> Tensor:
 
 def normal() -> Recording:
     with no_compiler():
-        return normalized(recorded(attends()), for_gpu=True)
+        return decompose(recorded(attends()), for_gpu=True)
 
 
 def test_attention_reads_what_a_product_has_made() -> None:
     tape = normal().tape
     maker = {node: call.node for call in tape.calls for node in call.results}
-    found = [call.node for call in tape.calls if call.node.target in ARGUMENTS]
+    found = [call.node for call in tape.calls if call.node.target in ATTENTION_INPUTS]
     assert len(found) == 4  # forward and backward, twice
     for node in found:
-        for tensor in node.args[ARGUMENTS[node.target]]:
+        for tensor in node.args[ATTENTION_INPUTS[node.target]]:
             assert maker[tensor].target is aten.as_strided.default
             product = maker[tensor]
             while product.target not in (aten.addmm.default, aten.clone.default):
@@ -102,12 +102,12 @@ def place_of(make: Any) -> Any:
 
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     recording = recorded((step, layer, optimizer, [torch.randn(2, 6, 16).double()]))
-    build = Builder(recording)
+    build = RecordingBuilder(recording)
     for call in recording.tape.calls:
         if call.node.target is aten.mul.Tensor and not call.in_backward:
             break
         build.keep(call)
-    place = before_copy(build, build.lead[call.node.all_input_nodes[0]])
+    place = uncopied_view(build, build.node_map[call.node.all_input_nodes[0]])
     return place and (place.shape, place.stride, place.offset)
 
 
