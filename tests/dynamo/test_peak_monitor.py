@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -13,37 +12,23 @@ from torch import nn
 
 from rekindle import dynamo
 from rekindle.dynamo import session
-from rekindle.dynamo.peak_monitor import Watch, compare
 from rekindle.dynamo.session import Session
 from rekindle.errors import InfeasibleBudget
+from rekindle.measuring.peak_monitor import PeakMonitor
 
 
-def test_the_second_step_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_second_step_is_monitored(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: calls.append("reset"))
     monkeypatch.setattr(
         torch.cuda, "max_memory_allocated", lambda device: calls.append("read") or 7
     )
-    watch = Watch()
-    assert [watch.begin(torch.device("cuda")) for _ in range(5)] == [None, None, 7, None, None]
+    session = Session("8GiB")
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert [session.begin_step(gpu) for _ in range(5)] == [None, None, 7, None, None]
     assert calls == ["reset", "read"]
-    assert watch.peak_bytes == 7
-
-
-def test_nothing_is_watched_on_a_cpu() -> None:
-    watch = Watch()
-    assert [watch.begin(torch.device("cpu")) for _ in range(5)] == [None] * 5
-    assert watch.peak_bytes is None
-
-
-@pytest.mark.parametrize(("peak_bytes", "level"), [(90, logging.INFO), (110, logging.WARNING)])
-def test_too_much_is_a_warning(
-    caplog: pytest.LogCaptureFixture, peak_bytes: int, level: int
-) -> None:
-    with caplog.at_level(logging.INFO, logger="rekindle"):
-        compare(peak_bytes, 80, 100)
-    assert [record.levelno for record in caplog.records] == [level]
-    assert "forecast" in caplog.text
+    assert session.measured_peak_bytes == 7
+    assert [Session("8GiB").begin_step(cpu) for _ in range(5)] == [None] * 5
 
 
 Peak = Callable[[Session], int]
@@ -66,11 +51,9 @@ def trained(
     model, batch = make(), batch_for(perceptron)
     compiled = dynamo.compile(model, lower="eager", **how)
 
-    def begin(self: Watch, *_: Any) -> int | None:
-        self._n_steps += 1
-        return peak(compiled.session) if self._n_steps == 3 else None
-
-    monkeypatch.setattr(Watch, "begin", begin)
+    monkeypatch.setattr(PeakMonitor, "is_active", True)
+    monkeypatch.setattr(PeakMonitor, "start", lambda self: None)
+    monkeypatch.setattr(PeakMonitor, "stop", lambda self: peak(compiled.session))
     forecasts, found = [], []
     for _ in range(STEPS):
         found.append(step(compiled, batch, how_to_lose(make)))

@@ -40,13 +40,13 @@ class CompiledModel(aot.OptimizedModule):
 
         Where the model was then compiled once more, it is the second step after that.
         """
-        return self.session.watch.peak_bytes
+        return self.session.measured_peak_bytes
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model. The second training step is watched, and compared with the forecast."""
         if self.training and torch.is_grad_enabled():
             device = next((param.device for param in self.parameters()), None)
-            peak_bytes = self.session.watch.begin(device)
+            peak_bytes = self.session.begin_step(device)
             session = self.session.with_room()
             if session is None and peak_bytes is not None:
                 session = self.session.again(peak_bytes)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import fx, nn
 from torch.optim import Optimizer
@@ -33,10 +34,10 @@ from rekindle.dynamo.fusion import drop_unread_statistics
 from rekindle.dynamo.joint_graph import Joint, lift
 from rekindle.dynamo.pad_matmuls import align
 from rekindle.dynamo.partition import split
-from rekindle.dynamo.peak_monitor import Watch, compare
 from rekindle.dynamo.post_grad_passes import Tidy
 from rekindle.dynamo.unused_tangents import compile_backward, ungiven
 from rekindle.errors import InfeasibleBudget, PlanError, RekindleError
+from rekindle.measuring.peak_monitor import PeakMonitor, report_peak
 from rekindle.planners.registry import find_planner
 from rekindle.units import format_bytes, parse_budget
 
@@ -50,6 +51,7 @@ _MOST_OVER = 0.4  # of the budget: what is more has other reasons
 _MORE = (1.1, 1.5, 2.0)  # of what a step took too much: in another plan, others are at the peak
 _DROPPED = 0.7  # of the outputs' bytes, taken less than forecast: the caller let go of them
 _WORTH_BYTES, _WORTH_US = 0.03, 0.02  # of the budget, and of a step's time, for another plan
+_MONITORED_STEP = 2  # the first one compiles, and tunes kernels
 Key = tuple[object, ...]
 
 
@@ -122,7 +124,9 @@ class Session:
     model: nn.Module | None = None
     optimizer: Optimizer | None = None
     plans: list[PlannedGraph] = field(default_factory=list)
-    watch: Watch = field(default_factory=Watch)
+    n_steps: int = 0
+    monitor: PeakMonitor | None = None
+    measured_peak_bytes: int | None = None
     spare_bytes: int = 0
     holds_outputs: bool = True
     tries: int = 0
@@ -152,17 +156,30 @@ class Session:
         """What a step may take; known once there are plans."""
         return max((each.budget_bytes for each in self.plans), default=0)
 
+    def begin_step(self, device: torch.device | None) -> int | None:
+        """Count a training step; the peak of the monitored one, once, when that is over."""
+        monitor = PeakMonitor(device)
+        if not monitor.is_active or self.measured_peak_bytes is not None:
+            return None
+        self.n_steps += 1
+        if self.n_steps == _MONITORED_STEP:
+            self.monitor = monitor
+            monitor.start()
+        elif self.monitor is not None:
+            self.measured_peak_bytes = self.monitor.stop()
+        return self.measured_peak_bytes
+
     def again(self, peak_bytes: int) -> Session | None:
         """What to compile the model with anew, now that a step is known to have taken so much.
 
         None where that would not help. Nor is it done in a distributed job, where all have to
         decide the same.
         """
-        compare(peak_bytes, self.forecast_bytes, self.budget_bytes)
+        exceeds = report_peak(peak_bytes, self.forecast_bytes, self.budget_bytes)
         over_bytes = peak_bytes - self.forecast_bytes
         if self.tries >= len(_MORE) or _is_distributed():
             return None
-        if peak_bytes > self.budget_bytes:
+        if exceeds:
             if over_bytes > _MOST_OVER * self.budget_bytes:
                 return None  # something else than this model takes memory
             log.info("compiling once more, with %s to spare", format_bytes(over_bytes))
@@ -183,8 +200,20 @@ class Session:
         return self._anew(spare_bytes=self.spare_bytes + more_bytes)
 
     def _anew(self, **changes: Any) -> Session:
-        fresh = {"plans": [], "watch": Watch(), "short_bytes": 0, "tries": self.tries + 1}
-        return replace(self, **fresh, **changes)  # type: ignore[arg-type]
+        return Session(
+            self.budget,
+            self.planner,
+            self.lower,
+            self.options,
+            self.model,
+            self.optimizer,
+            tries=self.tries + 1,
+            **{
+                "spare_bytes": self.spare_bytes,
+                "holds_outputs": self.holds_outputs,
+                **changes,
+            },
+        )
 
     def _can_use_outputs_room(self, under_bytes: int) -> bool:
         """Whether outputs that the caller let go of leave room that makes steps much faster.
