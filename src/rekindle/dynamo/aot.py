@@ -109,7 +109,7 @@ def compile_with_inductor(
         return (backward if is_backward else _compile_at_once)(part, inputs, compile_now)
 
     with functorch_config.patch(enable_autograd_cache=False):
-        found: Any = compile_fx(module, inputs, compile_part, patches)
+        found: Any = compile_fx.compile_fx(module, inputs, compile_part, patches)
     assert callable(found)
     return found  # type: ignore[no-any-return]
 
