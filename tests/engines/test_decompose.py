@@ -27,7 +27,9 @@ from tracing.test_random_modules import CHANNELS, SIDE, WIDTH, bodies
 
 from rekindle.engines.inductor import decompositions
 from rekindle.engines.inductor.decompose import normalized
+from rekindle.engines.inductor.gpu_layouts import ForGpu
 from rekindle.measuring.bitwise_compare import State
+from rekindle.passes.matmul_padding import PaddingOptions
 
 aten = torch.ops.aten
 FORMS = [normal, grouped, grouped_for_gpu]
@@ -649,7 +651,7 @@ def sums(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> Any:
 @pytest.mark.parametrize("bias", [False, True])
 def test_padded_products(monkeypatch: pytest.MonkeyPatch, bias: bool) -> None:
     """Every number is exact, so that they are the same."""
-    monkeypatch.setattr("rekindle.engines.inductor.matmul_padding._WORTH_FLOPS", 1)
+    monkeypatch.setattr(ForGpu, "padding", PaddingOptions(min_flops=1))
 
     def make() -> Parts:
         model = Vocabulary(bias)
@@ -669,7 +671,7 @@ def test_padded_products(monkeypatch: pytest.MonkeyPatch, bias: bool) -> None:
 
 def test_other_products_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a tensor with itself; with a bias of another shape; with factors."""
-    monkeypatch.setattr("rekindle.engines.inductor.matmul_padding._WORTH_FLOPS", 1)
+    monkeypatch.setattr(ForGpu, "padding", PaddingOptions(min_flops=1))
 
     class Odd(nn.Module):
         def __init__(self) -> None:

@@ -27,7 +27,9 @@ from rekindle.engines.inductor import decompositions
 from rekindle.engines.inductor.always_recompute import AlwaysRecomputed
 from rekindle.engines.inductor.call_index import CallIndex
 from rekindle.engines.inductor.decompose import normalized
+from rekindle.engines.inductor.gpu_layouts import ForGpu
 from rekindle.engines.inductor.recording_builder import Builder
+from rekindle.passes.matmul_padding import PaddingOptions
 from rekindle.rewriting.multi_tensor import cast
 from rekindle.tracing.lift import lift
 
@@ -57,7 +59,7 @@ def test_the_gradient_of_a_loss_lies_over_the_logits() -> None:
 
 def test_so_it_does_where_the_product_was_padded(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, in half precision: 498 columns become 504, and the place has as many."""
-    monkeypatch.setattr("rekindle.engines.inductor.matmul_padding._WORTH_FLOPS", 1)
+    monkeypatch.setattr(ForGpu, "padding", PaddingOptions(min_flops=1))
 
     def make() -> Parts:
         step, model, _, (batch,) = classifier(498)

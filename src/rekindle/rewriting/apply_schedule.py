@@ -18,6 +18,7 @@ from torch import fx
 
 from rekindle.core.graph.graph import TOGETHER_TARGET, UPDATE_TARGET, Op, StepGraph
 from rekindle.core.graph.schedule import Free, ResolvedCompute, Schedule, resolve
+from rekindle.passes.fx_nodes import item_path
 from rekindle.rewriting import multi_tensor
 from rekindle.rewriting.codegen import last_uses
 from rekindle.torch_internals import OpOverload
@@ -52,7 +53,7 @@ def as_recorded(recording: Recording) -> RewrittenStep:
     nodes = [
         node
         for node in tape.graph.nodes
-        if node.op == "call_function" and path(node)[0] not in in_optimizer
+        if node.op == "call_function" and item_path(node)[0] not in in_optimizer
     ]
     entered = {entry.node for entry in tape.entries}
     return RewrittenStep(
@@ -319,16 +320,6 @@ class _Rewriter:
     def _add(self, node: fx.Node, call: Call) -> None:
         self.listing.nodes.append(node)
         self.listing.calls[node] = call
-
-
-def path(node: fx.Node) -> tuple[fx.Node, tuple[Any, ...]]:
-    """The call that a node is one result of, and the indices that lead to it, the first first."""
-    indices: tuple[Any, ...] = ()
-    while node.target is operator.getitem:
-        source, index = node.args
-        assert isinstance(source, fx.Node)
-        node, indices = source, (index, *indices)
-    return node, indices
 
 
 def _generator_of(call: Call, recording: Recording) -> torch.Generator | str:

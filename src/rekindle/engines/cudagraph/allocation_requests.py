@@ -17,7 +17,7 @@ from rekindle.core.memory.allocator_steering import REST_BYTES, Blocks, rounded
 from rekindle.core.memory.layout import layout, schedule_of
 from rekindle.engines.cudagraph.graph_parts import Part
 from rekindle.engines.program import Program
-from rekindle.rewriting.apply_schedule import path
+from rekindle.passes.fx_nodes import item_path
 
 # The library for these takes memory when it is first used on a stream, and keeps it.
 _PRODUCTS = frozenset(
@@ -157,7 +157,7 @@ class AllocationRequests:
             call = program.listing.calls.get(node)
             order: list[int] = getattr(node.target, "order", [])
             for result in call.results if call else ():
-                index = path(result)[1]
+                index = item_path(result)[1]
                 if len(index) == 1 and index[0] in order:
                     ranks[op, storage_of.get(result.name, -1)] = order.index(index[0])
         return ranks
@@ -168,9 +168,9 @@ class AllocationRequests:
         storage_of = {value.name: value.storage for value in graph.values}
         found: set[int] = set()
         for node in [node for part in parts if part.is_graph for node in part.leaving]:
-            call, indices = listing.calls.get(node), path(node)[1]
+            call, indices = listing.calls.get(node), item_path(node)[1]
             for result in call.results if call else ():
-                if not indices or path(result)[1] in ((), indices):
+                if not indices or item_path(result)[1] in ((), indices):
                     found.add(storage_of.get(result.name, -1))
         return found
 

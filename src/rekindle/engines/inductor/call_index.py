@@ -12,6 +12,7 @@ from torch import fx
 from rekindle.engines.inductor import decompositions
 from rekindle.engines.inductor.fusibility import KEEP_LONG_STATISTICS, is_fusible, is_simple
 from rekindle.engines.inductor.recording_builder import is_view
+from rekindle.passes.fx_nodes import root
 from rekindle.torch_internals import OpOverload
 from rekindle.tracing import rng
 from rekindle.tracing.tape import Call, OptimizerCall, Tape
@@ -45,11 +46,15 @@ class CallIndex:
 
     def root(self, node: fx.Node) -> fx.Node:
         """What a node looks at, through all views."""
-        while node in self.maker and self.maker[node].node in self._views:
-            storage = self.tape.metas[node].storage
-            inputs = self.maker[node].node.all_input_nodes
-            node = next(each for each in inputs if self.tape.metas[each].storage == storage)
-        return node
+        return root(node, self._shown)
+
+    def _shown(self, node: fx.Node) -> fx.Node | None:
+        """The tensor that a view shows; None if the node is no view."""
+        if node not in self.maker or self.maker[node].node not in self._views:
+            return None
+        storage = self.tape.metas[node].storage
+        inputs = self.maker[node].node.all_input_nodes
+        return next(each for each in inputs if self.tape.metas[each].storage == storage)
 
     def read(self, calls: Iterable[Call]) -> set[fx.Node]:
         """What some calls read."""

@@ -13,20 +13,22 @@ from typing import Any
 import torch
 from torch import fx
 
-from rekindle.engines.inductor import attention_strides, matmul_padding
+from rekindle.engines.inductor import attention_strides
 from rekindle.engines.inductor.patchify_conv import Windows
+from rekindle.passes.fx_nodes import RESHAPES
+from rekindle.passes.matmul_padding import MATMULS, PaddingOptions, is_large, missing
 from rekindle.tracing.recording import Recording
 from rekindle.tracing.tape import Call
 
 aten = torch.ops.aten
 
 CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
-_RESHAPES = (aten.view.default, aten._unsafe_view.default)
-_PRODUCTS = (aten.mm.default, aten.addmm.default)
 
 
 class ForGpu(Windows):
     """Calls in the forms that a GPU wants."""
+
+    padding = PaddingOptions()
 
     def __init__(self, recording: Recording) -> None:
         super().__init__(recording)
@@ -44,7 +46,7 @@ class ForGpu(Windows):
                 self._windows_product_backward(call)
         elif target in CONVOLUTIONS and self._has_channels(call):
             self._convolution(call)
-        elif target in _PRODUCTS and self._is_misaligned(call):
+        elif target in MATMULS and self._is_misaligned(call):
             self._product(call)
         elif target in attention_strides.ARGUMENTS:
             self._attention(call)
@@ -100,7 +102,7 @@ class ForGpu(Windows):
     def _product_behind(self, node: fx.Node) -> fx.Node | None:
         """The product that takes the place of a node, or of what it shows in another shape."""
         call = self.known.maker.get(node)
-        while call is not None and call.node.target in _RESHAPES and len(call.node.users) == 1:
+        while call is not None and call.node.target in RESHAPES and len(call.node.users) == 1:
             call = self.known.maker.get(call.node.all_input_nodes[0])
         if call is None or call.node.target is not aten.mm.default or len(call.node.users) > 1:
             return None
@@ -123,7 +125,7 @@ class ForGpu(Windows):
         *bias, a, b = (self.old.metas[node] for node in _tensors(call))
         return (
             a.dtype.itemsize == 2
-            and matmul_padding.is_large(a.shape, b.shape)
+            and is_large(a.shape, b.shape, self.padding)
             and any(self._missing(call))
             and not call.node.kwargs
             and all(each.shape == b.shape[1:] for each in bias)
@@ -132,7 +134,7 @@ class ForGpu(Windows):
     def _missing(self, call: Call) -> tuple[int, int, int]:
         """How much is missing to rows, the side that is summed over, and columns of a product."""
         a, b = (self.old.metas[node] for node in _tensors(call)[-2:])
-        return matmul_padding.missing(a.shape, a.stride, b.shape, b.stride, a.dtype.itemsize)
+        return missing(a.shape, a.stride, b.shape, b.stride, a.dtype.itemsize)
 
     def _product(self, call: Call) -> None:
         """A product of tensors with zeros added to their sides; a part of it is the result."""
@@ -165,8 +167,8 @@ class ForGpu(Windows):
         if not rows and not columns:
             return lead
         if (lead, rows, columns) not in self.padded:
-            missing = [0, columns, 0, rows]
-            whole = self._once(aten.constant_pad_nd.default, (lead, missing), {}, like)
+            sides = [0, columns, 0, rows]
+            whole = self._once(aten.constant_pad_nd.default, (lead, sides), {}, like)
             if self._is_in_place([lead]):
                 return whole
             self.padded[lead, rows, columns] = whole

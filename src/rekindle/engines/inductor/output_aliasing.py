@@ -17,10 +17,9 @@ from torch import fx
 from rekindle.engines.inductor.call_index import CallIndex
 from rekindle.engines.inductor.fusibility import is_simple
 from rekindle.engines.inductor.strides import contiguous_stride
+from rekindle.passes.fx_nodes import RESHAPES
 
 aten = torch.ops.aten
-
-_RESHAPES = (aten.view.default, aten._unsafe_view.default)
 
 
 class Path:
@@ -67,7 +66,7 @@ class Path:
     def _keeps_places(self, node: fx.Node, args: list[fx.Node]) -> bool:
         """Whether a call leaves what comes from the input where it is, or cuts or adds its edge."""
         call = self._units.maker[node].node
-        if call.target in _RESHAPES:
+        if call.target in RESHAPES:
             return True
         if call.target is aten.slice.Tensor:
             return _cuts_the_end(call, len(self._shape(node)))

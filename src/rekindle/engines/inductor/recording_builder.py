@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from rekindle.passes.fx_nodes import item_path
 from rekindle.torch_internals import FakeTensor, FakeTensorMode, OpOverload
 from rekindle.tracing import fake_overrides, operators, rng
 from rekindle.tracing.module_effects import Effect
@@ -96,9 +97,9 @@ class Builder:
 
     def follow(self, call: Call, made: Call) -> None:
         """Let the results of a new call take the places of a recorded call's, one by one."""
-        by_path = {path(node): node for node in made.results}
+        by_path = {item_path(node)[1]: node for node in made.results}
         for result in call.results:
-            self.lead[result] = by_path[path(result)]
+            self.lead[result] = by_path[item_path(result)[1]]
 
     def emit(
         self,
@@ -202,16 +203,6 @@ class Builder:
         self._fakes[node] = fake
         self._known.add(id(fake))
         self.tape.metas[node] = Meta(tuple(fake.shape), fake.stride(), fake.dtype, index)
-
-
-def path(node: fx.Node) -> tuple[int, ...]:
-    """Where in a call's results a node's tensor is; empty for the only one."""
-    if node.target is not operator.getitem:
-        return ()
-    source, index = node.args
-    assert isinstance(source, fx.Node)
-    assert isinstance(index, int)
-    return (*path(source), index)
 
 
 def is_view(call: Call, tape: Tape) -> bool:
