@@ -12,10 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rekindle import dynamo
 from rekindle.dynamo import compile_pipeline
-from rekindle.dynamo.pad_matmuls import pad_matmuls
 from rekindle.dynamo.session import CompileOptions
 from rekindle.measuring.meters import peak_bytes
-from rekindle.passes.matmul_padding import MATMULS, PaddingOptions
+from rekindle.passes.matmul_padding import MATMULS, PaddingOptions, pad_matmuls
 
 aten = torch.ops.aten
 _WORDS, _WIDTH = 1001, 64

@@ -28,13 +28,13 @@ from rekindle.dynamo.budget_shares import BudgetShare, share_budget
 from rekindle.dynamo.fused_costs import joint_profile
 from rekindle.dynamo.fusion import drop_running_stats
 from rekindle.dynamo.joint_graph import JointGraph, lift_joint_graph
-from rekindle.dynamo.pad_matmuls import pad_matmuls
 from rekindle.dynamo.partition import partition_graph
 from rekindle.dynamo.planned_graph import Key, PlannedGraph
 from rekindle.dynamo.post_grad_passes import PostGradPasses
 from rekindle.dynamo.session import Session
 from rekindle.dynamo.unused_tangents import compile_backward, unused_tangents
 from rekindle.errors import InfeasibleBudget, RekindleError
+from rekindle.passes.matmul_padding import pad_matmuls
 from rekindle.planners.registry import find_planner
 from rekindle.torch_internals import min_cut_rematerialization_partition
 from rekindle.units import format_bytes

@@ -164,13 +164,6 @@ def view_source(node: fx.Node) -> fx.Node:
     return source
 
 
-def past_placeholders(node: fx.Node) -> fx.Node:
-    """The first node from this one on after which a call can be inserted."""
-    while node.next.op == "placeholder":
-        node = node.next
-    return node
-
-
 def outputs_of(graph: fx.Graph) -> list[fx.Node | None]:
     """A graph's results in order; None for constants."""
     (output,) = graph.find_nodes(op="output")

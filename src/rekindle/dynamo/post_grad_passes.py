@@ -28,7 +28,8 @@ import torch
 from torch import fx
 
 from rekindle.dynamo import aot
-from rekindle.dynamo.fusion import NodeKind, kind_of, nbytes_of, past_placeholders
+from rekindle.dynamo.fusion import NodeKind, kind_of, nbytes_of
+from rekindle.passes.fx_nodes import past_placeholders
 from rekindle.torch_internals import CustomGraphPass
 
 aten = torch.ops.aten

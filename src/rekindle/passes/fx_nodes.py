@@ -27,3 +27,10 @@ def root(node: fx.Node, source: Callable[[fx.Node], fx.Node | None]) -> fx.Node:
     while (shown := source(node)) is not None:
         node = shown
     return node
+
+
+def past_placeholders(node: fx.Node) -> fx.Node:
+    """The first node from this one on after which a call can be inserted."""
+    while node.next.op == "placeholder":
+        node = node.next
+    return node
