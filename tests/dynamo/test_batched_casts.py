@@ -14,7 +14,7 @@ from torch._higher_order_ops import _foreach_map
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rekindle import dynamo
-from rekindle.dynamo.fusion import NodeKind, changed_state, kind_of, outputs_of
+from rekindle.dynamo.fusion import NodeKind, changed_state, node_kind, outputs_of
 from rekindle.dynamo.post_grad_passes import PostGradOptions, PostGradPasses, batch_casts
 from rekindle.dynamo.session import CompileOptions
 
@@ -187,4 +187,4 @@ def test_casts_for_convolutions_are_not_done_again(device: str) -> None:
     expected = "layout" if device == "cuda" else None
     assert [changed_state(node) for node in half] == [expected] * 2
     assert changed_state(again) is None
-    assert (kind_of(half[0]) is NodeKind.OPAQUE) == (device == "cuda")
+    assert (node_kind(half[0]) is NodeKind.OPAQUE) == (device == "cuda")

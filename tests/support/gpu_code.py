@@ -36,7 +36,7 @@ from torch.utils import _pytree as pytree
 import rekindle
 from rekindle import models
 from rekindle.dynamo import aot, compile_pipeline
-from rekindle.dynamo.budget_shares import resident_bytes
+from rekindle.dynamo.budget_shares import entry_bytes
 
 aten = torch.ops.aten
 GPU = torch.device("cuda", 0)
@@ -415,7 +415,7 @@ def main(name: str, batch: str, *shares: str, compiles: bool) -> None:
             work.train_step(model, work.optimizer, work.batch)
         except Written:
             (planned,) = model.plans
-        there = planned.profile.overhead_bytes + resident_bytes(planned.graph)
+        there = planned.profile.overhead_bytes + entry_bytes(planned.graph)
         row = {"share": share, "forecast_bytes": planned.plan.peak_bytes - there}
         row |= run(writer.codes, writer.n_outputs)
         if compiles:

@@ -96,7 +96,7 @@ def share_budget(
         later_bytes = static.param_bytes - captured_bytes
         ratio = share_ratio(sums[Role.PARAM], sums[Role.ACTIVATION], later_bytes)
         spare_bytes = max(spare_bytes, int(margin_ratio * budget_bytes))
-    floor = min(profile.overhead_bytes + resident_bytes(step), budget_bytes)
+    floor = min(profile.overhead_bytes + entry_bytes(step), budget_bytes)
     planned_bytes = floor + int((budget_bytes - floor) * ratio) - spare_bytes
     words = [f"optimizer state: {format_bytes(static.state_bytes)} ({static.note})"]
     if is_relative:
@@ -141,7 +141,7 @@ def static_of_graph(graph: StepGraph) -> StaticMemory:
     return StaticMemory(params, params + sums[Role.BUFFER], 0, state_bytes, _ASSUMED_ADAM)
 
 
-def resident_bytes(graph: StepGraph) -> int:
+def entry_bytes(graph: StepGraph) -> int:
     """The bytes of a graph's tensors that exist before it runs."""
     sums = graph.bytes_by_role()
     return sum(sums[role] for role in (Role.PARAM, Role.BUFFER, Role.INPUT))

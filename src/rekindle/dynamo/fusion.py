@@ -53,13 +53,13 @@ _MAX_POOLING_WINDOWS = 25  # per element, for which Inductor writes the gradient
 _SAME_MEMORY = {"_unsafe_view", "reshape", "view_of", "alias", "detach", "lift_fresh"}
 
 
-def kind_of(node: fx.Node, *, fuses: bool = True) -> NodeKind:
+def node_kind(node: fx.Node, *, fuses: bool = True) -> NodeKind:
     """How a node runs; if nothing is fused, every node that computes is opaque."""
     target = node.target
     if node.op != "call_function" or aot.is_sym(node):
         return NodeKind.NUMBER
     if target is operator.getitem:
-        return kind_of(view_source(node), fuses=fuses)
+        return node_kind(view_source(node), fuses=fuses)
     if not isinstance(target, OpOverload):
         return NodeKind.OPAQUE
     if target._schema.is_mutable:
@@ -68,7 +68,7 @@ def kind_of(node: fx.Node, *, fuses: bool = True) -> NodeKind:
         return NodeKind.VIEW
     if not fuses or changed_state(node):
         return NodeKind.OPAQUE
-    name = op_name(target)
+    name = target_name(target)
     if name == "max_pool2d_with_indices_backward" and not _is_small_pool(*node.args[2:6]):
         return NodeKind.OPAQUE
     is_single = isinstance(node.meta.get("val"), torch.Tensor)
@@ -79,7 +79,7 @@ def kind_of(node: fx.Node, *, fuses: bool = True) -> NodeKind:
     return NodeKind.OPAQUE
 
 
-def is_reduction(node: fx.Node) -> bool:
+def is_reduction_result(node: fx.Node) -> bool:
     """True if a node is the result of a reduction, or one of several."""
     return fusible_ops.is_reduction(item_path(node)[0].target)
 
@@ -150,7 +150,7 @@ def without_running_stats(node: fx.Node) -> tuple[OpOverload, tuple[Any, ...]] |
     return target, (tensor, weight, bias, training, momentum, eps)
 
 
-def op_name(target: Any) -> str:
+def target_name(target: Any) -> str:
     """An operator's name without its library and overload."""
     if isinstance(target, OpOverload):
         return target._schema.name.partition("::")[2]
@@ -171,7 +171,7 @@ def outputs_of(graph: fx.Graph) -> list[fx.Node | None]:
     return [each if isinstance(each, fx.Node) else None for each in leaves]
 
 
-def nbytes_of(node: fx.Node) -> int:
+def tensor_bytes(node: fx.Node) -> int:
     """The bytes of a node's tensor; 0 if it is none."""
     val = node.meta.get("val")
     if not isinstance(val, torch.Tensor):
@@ -181,4 +181,4 @@ def nbytes_of(node: fx.Node) -> int:
 
 def _is_view(target: OpOverload) -> bool:
     aliases = [a.alias_info for a in target._schema.arguments if a.alias_info is not None]
-    return bool(aliases) or (target.namespace != "" and op_name(target) in _SAME_MEMORY)
+    return bool(aliases) or (target.namespace != "" and target_name(target) in _SAME_MEMORY)

@@ -27,10 +27,10 @@ from rekindle.dynamo.fusion import (
     FUSED_KINDS,
     NodeKind,
     changed_state,
-    kind_of,
-    nbytes_of,
-    op_name,
+    node_kind,
     outputs_of,
+    target_name,
+    tensor_bytes,
     view_source,
     without_running_stats,
 )
@@ -103,8 +103,8 @@ class _Lift(GraphBuilder):
         self.static_inputs, self.holds_outputs = set(static_inputs), holds_outputs
         self.all = list(module.graph.nodes)
         self.position = {node: position for position, node in enumerate(self.all)}
-        self.kinds = {node: kind_of(node, fuses=fuses) for node in self.all}
-        self.sizes = {node: nbytes_of(node) for node in self.all}
+        self.kinds = {node: node_kind(node, fuses=fuses) for node in self.all}
+        self.sizes = {node: tensor_bytes(node) for node in self.all}
         outputs = outputs_of(module.graph)
         self.results = [node for node in outputs[:n_outputs] if node is not None]
         self.gradients = outputs[n_outputs:]
@@ -338,8 +338,8 @@ class _Lift(GraphBuilder):
     def _target(self, node: fx.Node, inlined: Sequence[fx.Node]) -> str:
         if not inlined:
             target = node.target
-            return str(target) if isinstance(target, OpOverload) else f"hop.{op_name(target)}"
-        last = dict.fromkeys(op_name(each.target) for each in (node, *reversed(inlined)))
+            return str(target) if isinstance(target, OpOverload) else f"hop.{target_name(target)}"
+        last = dict.fromkeys(target_name(each.target) for each in (node, *reversed(inlined)))
         return FUSED_PREFIX + "_".join(reversed(list(last)[:_MAX_NAMES]))
 
     def _step(self) -> StepGraph:

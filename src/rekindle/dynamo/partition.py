@@ -24,10 +24,10 @@ from rekindle.dynamo.fusion import (
     FUSED_KINDS,
     NodeKind,
     changed_state,
-    is_reduction,
-    kind_of,
-    nbytes_of,
+    is_reduction_result,
+    node_kind,
     outputs_of,
+    tensor_bytes,
     without_running_stats,
 )
 from rekindle.dynamo.joint_graph import JointGraph
@@ -80,7 +80,7 @@ class _Writer:
         forward, backward = aot.extract_modules(joint.module, list(self.saved), joint.n_outputs)
         names = {node.name for node in backward.graph.find_nodes(op="placeholder")}
         made = [node for node in self.saved if node.op == "call_function" and node.name in names]
-        kept = {node.name: nbytes_of(node) for node in made if not aot.is_sym(node)}
+        kept = {node.name: tensor_bytes(node) for node in made if not aot.is_sym(node)}
         return PartitionedGraph(forward, backward, kept)
 
     def _copy_forward(self, node: fx.Node) -> fx.Node:
@@ -103,7 +103,7 @@ class _Writer:
         made = self.late[node, step.copy] = self._copy_backward(node, inputs, recompute)
         if not step.copy and (changed_state(node) or must_be_in_backward(node)):
             aot.pin_to_backward(made)
-        if not step.copy and nbytes_of(node) >= aot.LARGE_BYTES and _would_be_inlined(node):
+        if not step.copy and tensor_bytes(node) >= aot.LARGE_BYTES and _would_be_inlined(node):
             aot.realize(made)
         for value in self.joint.step.ops[step.op].outputs:
             result = self.joint.value_nodes[value]
@@ -172,7 +172,7 @@ class _Writer:
                 source in self.saved
                 and node in self.early
                 and _depends_on_reduction_alone(node)
-                and nbytes_of(node) <= nbytes_of(source)
+                and tensor_bytes(node) <= tensor_bytes(source)
                 and [user for user in source.users if user not in early] == [made]
             ):
                 made.replace_all_uses_with(self.early[node])
@@ -196,9 +196,9 @@ class _Writer:
 
 def _depends_on_reduction_alone(node: fx.Node) -> bool:
     """True if a node is a reduction or is inlined from one and nothing else."""
-    while kind_of(node) is NodeKind.INLINED and len(node.all_input_nodes) == 1:
+    while node_kind(node) is NodeKind.INLINED and len(node.all_input_nodes) == 1:
         (node,) = node.all_input_nodes
-    return is_reduction(node)
+    return is_reduction_result(node)
 
 
 def _would_be_inlined(node: fx.Node) -> bool:
@@ -206,5 +206,5 @@ def _would_be_inlined(node: fx.Node) -> bool:
 
     Then all its inputs would be live until the last of these kernels.
     """
-    is_inlined = kind_of(node) is NodeKind.INLINED
-    return is_inlined and any(kind_of(user) in FUSED_KINDS for user in node.users)
+    is_inlined = node_kind(node) is NodeKind.INLINED
+    return is_inlined and any(node_kind(user) in FUSED_KINDS for user in node.users)

@@ -28,7 +28,7 @@ import torch
 from torch import fx
 
 from rekindle.dynamo import aot
-from rekindle.dynamo.fusion import NodeKind, kind_of, nbytes_of
+from rekindle.dynamo.fusion import NodeKind, node_kind, tensor_bytes
 from rekindle.passes.fx_nodes import past_placeholders
 from rekindle.torch_internals import CustomGraphPass
 
@@ -95,14 +95,14 @@ def _is_late_addition(node: fx.Node, position: dict[fx.Node, int]) -> bool:
     shapes = [each.meta["val"].shape for each in (added, node)]
     dtypes = {each.meta["val"].dtype for each in (added, *factors, node)}
     is_late = position[added] > max(map(position.__getitem__, factors))
-    is_smaller = nbytes_of(node) < sum(map(nbytes_of, factors))
+    is_smaller = tensor_bytes(node) < sum(map(tensor_bytes, factors))
     return shapes[0] == shapes[1] and len(dtypes) == 1 and is_late and is_smaller
 
 
 def realize_row_values(graph: fx.Graph, options: PostGradOptions) -> None:
     """Realize values that are computed once per row of something large."""
     for node in graph.nodes:
-        is_computed = bool(node.all_input_nodes) and kind_of(node) is NodeKind.INLINED
+        is_computed = bool(node.all_input_nodes) and node_kind(node) is NodeKind.INLINED
         if is_computed and any(_has_long_rows(user, node, options) for user in _readers(node)):
             aot.realize(node)
 
@@ -111,13 +111,13 @@ def _readers(node: fx.Node) -> list[fx.Node]:
     """The nodes that read a node, through views."""
     found: list[fx.Node] = []
     for user in node.users:
-        found += _readers(user) if kind_of(user) is NodeKind.VIEW else [user]
+        found += _readers(user) if node_kind(user) is NodeKind.VIEW else [user]
     return found
 
 
 def _has_long_rows(node: fx.Node, row_value: fx.Node, options: PostGradOptions) -> bool:
     """True if a node is large and has a long row for each element of another."""
-    is_large = nbytes_of(node) >= options.large_result_min_bytes
+    is_large = tensor_bytes(node) >= options.large_result_min_bytes
     val, per_row = node.meta.get("val"), row_value.meta.get("val")
     if not is_large or not isinstance(val, torch.Tensor) or not isinstance(per_row, torch.Tensor):
         return False
@@ -177,7 +177,7 @@ def _is_of_weight(node: fx.Node, options: PostGradOptions) -> bool:
     """True if a cast is of an input and may run early: it outlives the pass, or is small."""
     (read,) = node.all_input_nodes
     outlives = any(user.op == "output" for user in node.users)
-    is_small = nbytes_of(node) <= options.small_cast_max_bytes
+    is_small = tensor_bytes(node) <= options.small_cast_max_bytes
     return read.op == "placeholder" and (outlives or is_small)
 
 
@@ -185,7 +185,7 @@ def _is_of_gradient(node: fx.Node) -> bool:
     """True if a cast is of an opaque kernel's result, which only it reads, and is returned."""
     (read,) = node.all_input_nodes
     is_returned = all(user.op == "output" for user in node.users)
-    return is_returned and set(read.users) == {node} and kind_of(read) is NodeKind.OPAQUE
+    return is_returned and set(read.users) == {node} and node_kind(read) is NodeKind.OPAQUE
 
 
 def _batches(casts: Iterable[fx.Node], options: PostGradOptions) -> list[list[fx.Node]]:
@@ -194,7 +194,7 @@ def _batches(casts: Iterable[fx.Node], options: PostGradOptions) -> list[list[fx
     total = 0
     for node in casts:
         (read,) = node.all_input_nodes
-        nbytes = max(nbytes_of(node), nbytes_of(read))
+        nbytes = max(tensor_bytes(node), tensor_bytes(read))
         if nbytes > options.cast_batch_max_bytes:
             continue
         is_full = len(found[-1]) == options.cast_batch_max_tensors

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from rekindle.dynamo import aot
-from rekindle.dynamo.fusion import CASTS, NodeKind, kind_of
+from rekindle.dynamo.fusion import CASTS, NodeKind, node_kind
 
 aten = torch.ops.aten
 
@@ -114,7 +114,7 @@ def _sums(node: fx.Node) -> dict[fx.Node, fx.Node]:
     todo = [node]
     while todo:
         for user in (each := todo.pop()).users:
-            if kind_of(user) is NodeKind.VIEW or user.target in CASTS:
+            if node_kind(user) is NodeKind.VIEW or user.target in CASTS:
                 todo.append(user)
             elif user not in found and (other := _other_summand(user, each)) is not None:
                 found[user] = other
