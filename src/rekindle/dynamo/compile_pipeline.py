@@ -1,13 +1,7 @@
 """The stages of `rekindle.compile`, from a graph that Dynamo captured to compiled code.
 
-simplify_masks(module)                            # attention_masks
-joint  = AOTAutograd's joint graph of forward and backward pass
-joint  = lift_joint_graph(module)                 # joint_graph
-profile = joint_profile(joint)                    # fused_costs
-share  = share_budget(step, profile, …)           # budget_shares
-plan   = planner(step, profile, share); check     # planners
-parts  = partition_graph(joint, plan)             # partition
-compile both parts                                # post_grad_passes, unused_tangents, aot
+`compile_graph` hands the graph to AOTAutograd, which derives the joint graph of forward and
+backward pass and calls `partition_joint_graph`; both parts are then compiled.
 """
 
 from __future__ import annotations
@@ -27,7 +21,7 @@ from rekindle.dynamo.attention_masks import simplify_masks
 from rekindle.dynamo.budget_shares import BudgetShare, share_budget
 from rekindle.dynamo.fused_costs import joint_profile
 from rekindle.dynamo.fusion import drop_running_stats
-from rekindle.dynamo.joint_graph import JointGraph, lift_joint_graph
+from rekindle.dynamo.joint_graph import lift_joint_graph
 from rekindle.dynamo.partition import partition_graph
 from rekindle.dynamo.planned_graph import Key, PlannedGraph
 from rekindle.dynamo.post_grad_passes import PostGradPasses
@@ -54,15 +48,6 @@ class JointInputs(NamedTuple):
     n_outputs: int
     static_inputs: Collection[int]
     key: Key
-
-
-class PlannedJointGraph(NamedTuple):
-    """A joint graph, its share of the budget, and its plan; `note` gives the reasons."""
-
-    joint: JointGraph
-    share: BudgetShare
-    plan: Plan
-    note: str
 
 
 def compile_graph(
@@ -97,22 +82,42 @@ def compile_graph(
 
 
 def partition_joint_graph(given: JointInputs, session: Session) -> aot.Modules:
-    """Plan a joint graph, and partition it into a forward and a backward module."""
-    start, module = time.perf_counter(), given.module
+    """Plan a joint graph, and partition it into a forward and a backward module.
+
+    If no plan fits while outputs besides a loss are held, they are assumed to be released.
+    """
+    start, module, tuning = time.perf_counter(), given.module, session.tuning
     if any(map(aot.is_unsupported, module.graph.nodes)):
-        log.warning("a graph passes random state as values: torch partitions it, without a budget")
-        modules: aot.Modules = min_cut_rematerialization_partition(
-            module,
-            given.inputs,
-            num_fwd_outputs=given.n_outputs,
-            static_lifetime_input_indices=given.static_inputs,
-        )
-        return modules
+        return _partition_without_budget(given)
     drop_running_stats(module.graph)
     aot.eliminate_common_subexpressions(module)
-    if session.lower == "inductor":
-        pad_matmuls(module.graph, session.tuning.padding)
-    joint, share, plan, note = plan_joint_graph(given, session)
+    fuses = session.lower == "inductor"
+    if fuses:
+        pad_matmuls(module.graph, tuning.padding)
+    can_release = session.holds_outputs and bool(unused_tangents(module.graph))
+    for holds_outputs in (True, False) if can_release else (session.holds_outputs,):
+        joint = lift_joint_graph(
+            module,
+            given.n_outputs,
+            given.static_inputs,
+            fuses=fuses,
+            holds_outputs=holds_outputs,
+        )
+        share = share_budget(
+            joint.step,
+            joint_profile(joint),
+            session.budget,
+            session.static_memory(joint.step),
+            session.earlier_graphs(given.key),
+            spare_bytes=session.spare_bytes,
+            margin_ratio=tuning.margin_ratio,
+        )
+        try:
+            plan = plan_within_share(joint.step, share, given.key, session)
+            break
+        except InfeasibleBudget:
+            if not (can_release and holds_outputs):
+                raise
     plan.check(joint.step)
     parts = partition_graph(joint, plan)
     planned = PlannedGraph(
@@ -122,7 +127,7 @@ def partition_joint_graph(given: JointInputs, session: Session) -> aot.Modules:
         budget_bytes=max(plan.budget_bytes, share.planned_bytes + share.spare_bytes),
         kept=parts.kept,
         share=share.ratio,
-        note=note,
+        note=_note(share, session, must_release=session.holds_outputs and not holds_outputs),
         seconds=time.perf_counter() - start,
         key=given.key,
     )
@@ -139,48 +144,6 @@ def partition_joint_graph(given: JointInputs, session: Session) -> aot.Modules:
     return parts.forward, parts.backward
 
 
-def plan_joint_graph(given: JointInputs, session: Session) -> PlannedJointGraph:
-    """Lift, profile and plan a joint graph.
-
-    If no plan fits while outputs besides a loss are held, they are assumed to be released.
-    """
-    try:
-        return _plan(given, session, holds_outputs=session.holds_outputs)
-    except InfeasibleBudget:
-        if not session.holds_outputs or not unused_tangents(given.module.graph):
-            raise
-    planned = _plan(given, session, holds_outputs=False)
-    note = "outputs have to be released before the backward pass: nothing fits while they are held"
-    log.warning(note)
-    return planned._replace(note=f"{planned.note}; {note}")
-
-
-def _plan(given: JointInputs, session: Session, *, holds_outputs: bool) -> PlannedJointGraph:
-    joint = lift_joint_graph(
-        given.module,
-        given.n_outputs,
-        given.static_inputs,
-        fuses=session.lower == "inductor",
-        holds_outputs=holds_outputs,
-    )
-    share = share_budget(
-        joint.step,
-        joint_profile(joint),
-        session.budget,
-        session.static_memory(joint.step),
-        session.earlier_graphs(given.key),
-        spare_bytes=session.spare_bytes,
-        margin_ratio=session.tuning.margin_ratio,
-    )
-    plan = plan_within_share(joint.step, share, given.key, session)
-    words = [share.note]
-    if session.spare_bytes:
-        words.append(f"planned with {format_bytes(session.spare_bytes)} left free")
-    if not session.holds_outputs:
-        words.append("outputs are released before the backward pass, as a step has shown")
-    return PlannedJointGraph(joint, share, plan, "; ".join(words))
-
-
 def plan_within_share(step: StepGraph, share: BudgetShare, key: Key, session: Session) -> Plan:
     """A plan within a graph's share of the budget.
 
@@ -195,6 +158,30 @@ def plan_within_share(step: StepGraph, share: BudgetShare, key: Key, session: Se
         if least_bytes > share.budget_bytes:
             session.note_shortfall(key, share, least_bytes)
         return planner(step, share.profile, least_bytes)
+
+
+def _partition_without_budget(given: JointInputs) -> aot.Modules:
+    log.warning("a graph passes random state as values: torch partitions it, without a budget")
+    modules: aot.Modules = min_cut_rematerialization_partition(
+        given.module,
+        given.inputs,
+        num_fwd_outputs=given.n_outputs,
+        static_lifetime_input_indices=given.static_inputs,
+    )
+    return modules
+
+
+def _note(share: BudgetShare, session: Session, *, must_release: bool) -> str:
+    """The reasons for a plan's budget, and what it assumes."""
+    words = [share.note]
+    if session.spare_bytes:
+        words.append(f"planned with {format_bytes(session.spare_bytes)} left free")
+    if not session.holds_outputs:
+        words.append("outputs are released before the backward pass, as a step has shown")
+    if must_release:
+        words.append("outputs have to be released before the backward pass, or nothing fits")
+        log.warning(words[-1])
+    return "; ".join(words)
 
 
 def _raising(error: RekindleError) -> Callable[..., Any]:
