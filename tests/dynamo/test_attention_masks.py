@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from rekindle import dynamo, models
-from rekindle.dynamo import session
+from rekindle.dynamo import compile_pipeline
 
 MakeMask = Callable[[torch.Tensor], torch.Tensor | None]
 LENGTH = 32
@@ -61,7 +61,7 @@ class Attention(nn.Module):
 def masks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The mask of every attention that was compiled."""
     found: list[Any] = []
-    simplify = session.simplify_masks
+    simplify = compile_pipeline.simplify_masks
 
     def seen(module: fx.GraphModule) -> None:
         simplify(module)
@@ -71,7 +71,7 @@ def masks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
                 given: Sequence[Any] = (*node.args[3:4], node.kwargs.get("attn_mask"))
                 found.append(given[0] if given[0] is not None else given[-1])
 
-    monkeypatch.setattr(session, "simplify_masks", seen)
+    monkeypatch.setattr(compile_pipeline, "simplify_masks", seen)
     return found
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from rekindle import dynamo
 from rekindle.core.graph.graph import Role
-from rekindle.dynamo.budget_shares import Weight, share_of, static_of_model
+from rekindle.dynamo.budget_shares import share_ratio, static_of_model
 from rekindle.errors import InfeasibleBudget, PlanError, UnitError
 from rekindle.measuring.timing import measure, resident_tensors
 
@@ -165,9 +165,9 @@ def test_the_forecast_is_what_is_measured(make, share: int) -> None:
 
 
 def test_shares() -> None:
-    assert share_of(Weight(10, 90), 0) == 1
-    assert share_of(Weight(10, 90), 10) == 0.5
-    assert share_of(Weight(0, 90), 10) == 0.9
+    assert share_ratio(10, 90, 0) == 1
+    assert share_ratio(10, 90, 10) == 0.5
+    assert share_ratio(0, 90, 10) == 0.9
 
 
 class Lossy(nn.Module):

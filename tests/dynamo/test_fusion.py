@@ -15,7 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rekindle import dynamo
 from rekindle.core.graph.graph import Phase
-from rekindle.dynamo import aot, post_grad_passes
+from rekindle.dynamo import aot
+from rekindle.dynamo.post_grad_passes import PostGradOptions, PostGradPasses
 from rekindle.errors import InfeasibleBudget
 
 aten = torch.ops.aten
@@ -50,13 +51,13 @@ class Skips(nn.Module):
 def test_sums_of_gradients_are_written_once(n_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else Inductor computes them wherever they are read, and all their parts stay until then."""
     seen: list[list[fx.Node]] = []
-    change = post_grad_passes.Tidy.__call__
+    change = PostGradPasses.__call__
 
-    def look(self: post_grad_passes.Tidy, graph: fx.Graph) -> None:
+    def look(self: PostGradPasses, graph: fx.Graph) -> None:
         change(self, graph)
         seen.append(marked(graph))
 
-    monkeypatch.setattr(post_grad_passes.Tidy, "__call__", look)
+    monkeypatch.setattr(PostGradPasses, "__call__", look)
     model, batch = Skips(n_blocks), torch.randn(16, 3, 64, 64)
     before = deepcopy(model)
     planned = dynamo.compile(model, budget="100%", options=FRESH)
@@ -153,16 +154,13 @@ def rows_of(wide: int) -> fx.Graph:
     return graph
 
 
-def test_what_is_computed_for_whole_rows_is_written_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(post_grad_passes, "_MUCH_BYTES", 1 << 10)
-    monkeypatch.setattr(post_grad_passes, "_MANY", 256)
+def test_values_per_row_are_realized() -> None:
     for wide, names in ((256, ["abs_default"]), (128, [])):
         graph = rows_of(wide)
-        post_grad_passes.Tidy()(graph)
+        PostGradPasses(PostGradOptions(large_result_min_bytes=1 << 10, row_min_elements=256))(graph)
         assert [node.name for node in marked(graph)] == names
-    monkeypatch.setattr(post_grad_passes, "_MUCH_BYTES", 1 << 20)
     graph = rows_of(256)
-    post_grad_passes.Tidy()(graph)
+    PostGradPasses(PostGradOptions(large_result_min_bytes=1 << 20, row_min_elements=256))(graph)
     assert marked(graph) == []  # not worth it
 
 
@@ -172,12 +170,12 @@ def test_large_buffers_are_not_held_for_others(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(AllocateLine, "should_reuse_buffer", decide)
     line, near, far = (SimpleNamespace(scheduler_node_index=index) for index in (9, 8, 3))
-    with aot._holding_little():
+    with aot.freeing_large_buffers():
         reuses: Any = AllocateLine.should_reuse_buffer
         assert [reuses(line, freed, 1 << 30) for freed in (near, far)] == [True, False]
         assert reuses(line, far, 1 << 10)
     assert AllocateLine.should_reuse_buffer is decide
-    with pytest.raises(ZeroDivisionError), aot._holding_little():
+    with pytest.raises(ZeroDivisionError), aot.freeing_large_buffers():
         _ = 1 // 0
     assert AllocateLine.should_reuse_buffer is decide
 

@@ -14,8 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from rekindle import dynamo
 from rekindle.core.graph.graph import OpKind, Phase
 from rekindle.core.graph.schedule import Compute
-from rekindle.dynamo import aot
-from rekindle.dynamo.session import Partitioner
+from rekindle.dynamo import aot, compile_pipeline
 
 
 def test_the_same_numbers_as_without_a_plan() -> None:
@@ -38,13 +37,13 @@ class _Stopped(Exception):
 
 def _planned(monkeypatch, make, budget: str = "10GiB", planner: str = "none"):
     """The plan of a graph as Inductor would compile it, without compiling it."""
-    partition = dynamo.Session.partition
+    partition = compile_pipeline.partition_joint_graph
 
     def stop(*args):
         partition(*args)
         raise _Stopped
 
-    monkeypatch.setattr(dynamo.Session, "partition", stop)
+    monkeypatch.setattr(compile_pipeline, "partition_joint_graph", stop)
     planned = dynamo.compile(make(), budget=budget, planner=planner)
     with pytest.raises(Exception, match="_Stopped"):
         planned(batch_for(make))
@@ -109,9 +108,9 @@ def test_less_is_never_more(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_inductor_keeps_on_disk_does_not_hold_the_model() -> None:
     session = dynamo.Session("1GiB", model=perceptron())
-    partitioner = Partitioner(session, ())
-    assert pickle.loads(pickle.dumps(partitioner)) == partitioner.uuid() == session.name
-    assert session.name != dynamo.Session("2GiB", model=perceptron()).name
+    partitioner = aot.Partitioner(lambda: session, session.cache_key)
+    assert pickle.loads(pickle.dumps(partitioner)) == partitioner.uuid() == session.cache_key
+    assert session.cache_key != dynamo.Session("2GiB", model=perceptron()).cache_key
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,10 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rekindle import dynamo
-from rekindle.dynamo import pad_matmuls
-from rekindle.engines.inductor import matmul_padding
+from rekindle.dynamo import compile_pipeline
+from rekindle.dynamo.session import CompileOptions
 from rekindle.measuring.meters import peak_bytes
+from rekindle.passes.matmul_padding import MATMULS, PaddingOptions, pad_matmuls
 
 aten = torch.ops.aten
 _WORDS, _WIDTH = 1001, 64
@@ -35,24 +36,26 @@ class Speaker(nn.Module):
         return loss, scores.view(*words.shape, _WORDS)
 
 
-@pytest.fixture
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pad_matmuls, "_DEVICES", ("cpu",))
-    monkeypatch.setattr(matmul_padding, "_WORTH_FLOPS", 1 << 26)
+ON_THE_CPU = PaddingOptions(device_types=("cpu",), min_flops=1 << 26)
+
+
+def compiled(model: nn.Module, **how: Any) -> dynamo.CompiledModel:
+    planned = dynamo.compile(model, **how)
+    planned.session.tuning = CompileOptions(padding=ON_THE_CPU)
+    return planned
 
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[fx.Graph]:
     """The graphs that were changed."""
     found: list[fx.Graph] = []
-    change = pad_matmuls.align
 
-    def seen(graph: fx.Graph) -> None:
-        change(graph)
+    def seen(graph: fx.Graph, options: PaddingOptions) -> None:
+        pad_matmuls(graph, options)
         graph.lint()
         found.append(graph)
 
-    monkeypatch.setattr("rekindle.dynamo.session.align", seen)
+    monkeypatch.setattr(compile_pipeline, "pad_matmuls", seen)
     return found
 
 
@@ -69,11 +72,10 @@ def words() -> torch.Tensor:
     return torch.randint(0, _WORDS, (16, 128), generator=torch.Generator().manual_seed(5))
 
 
-@pytest.mark.usefixtures("on_the_cpu")
 def test_numbers_and_strides_are_what_they_were(graphs: list[fx.Graph]) -> None:
     model = Speaker()
     expected, plain = trained(deepcopy(model), words())
-    planned = dynamo.compile(model, budget="10GiB")
+    planned = compiled(model, budget="10GiB")
     found, scores = trained(planned, words())
     torch.testing.assert_close(scores, plain)
     assert scores.stride() == plain.stride()
@@ -84,16 +86,15 @@ def test_numbers_and_strides_are_what_they_were(graphs: list[fx.Graph]) -> None:
     assert [tuple(node.meta["val"].shape) for node in large] == [(2048, 1008)]
     users = {user.target for user in large[0].users}  # both products, and the sum for the bias
     assert users == {aten.mm.default, aten.permute.default, aten.slice.Tensor}
-    products = [node for node in graphs[0].nodes if node.target in pad_matmuls._PRODUCTS]
+    products = [node for node in graphs[0].nodes if node.target in MATMULS]
     sides = {side for node in products for side in node.meta["val"].shape}
     assert sides == {2048, 1008, 256, 64}
 
 
-@pytest.mark.usefixtures("on_the_cpu")
 def test_the_forecast_is_what_a_step_takes() -> None:
     model, batch = Speaker(), words()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    planned = dynamo.compile(model, budget="100%", optimizer=optimizer)
+    planned = compiled(model, budget="100%", optimizer=optimizer)
     held: list[Any] = []
 
     def step() -> None:
@@ -111,7 +112,7 @@ def test_the_forecast_is_what_a_step_takes() -> None:
 
 
 def product(
-    shape: tuple[int, int, int], dtype: torch.dtype = torch.bfloat16, **how: Any
+    shape: tuple[int, int, int], dtype: torch.dtype, options: PaddingOptions
 ) -> list[tuple[int, ...]]:
     """The shapes of what is in a graph with one product, once it is changed."""
     rows, inner, columns = shape
@@ -120,10 +121,10 @@ def product(
         a, b = graph.placeholder("a"), graph.placeholder("b")
         a.meta["val"] = torch.empty(rows, inner, dtype=dtype)
         b.meta["val"] = torch.empty(inner, columns, dtype=dtype)
-        made = graph.call_function(aten.mm.default, (a, b), how)
+        made = graph.call_function(aten.mm.default, (a, b))
         made.meta["val"] = torch.empty(rows, columns, dtype=dtype)
         graph.output((made,))
-        pad_matmuls.align(graph)
+        pad_matmuls(graph, options)
     graph.lint()
     calls = graph.find_nodes(op="call_function", target=aten.mm.default)
     return [tuple(each.meta["val"].shape) for each in calls[0].all_input_nodes]
@@ -140,12 +141,14 @@ def product(
         ((16, 512, 511), torch.bfloat16, [(16, 512), (512, 511)]),  # too small
     ],
 )
-@pytest.mark.usefixtures("on_the_cpu")
 def test_what_is_changed(
     shape: tuple[int, int, int], dtype: torch.dtype, expected: list[tuple[int, ...]]
 ) -> None:
-    assert product(shape, dtype) == expected
+    assert product(shape, dtype, ON_THE_CPU) == expected
 
 
 def test_nothing_is_changed_on_a_cpu() -> None:
-    assert product((2048, 2048, 511)) == [(2048, 2048), (2048, 511)]
+    assert product((2048, 2048, 511), torch.bfloat16, PaddingOptions()) == [
+        (2048, 2048),
+        (2048, 511),
+    ]

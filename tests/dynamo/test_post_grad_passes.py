@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rekindle import dynamo
-from rekindle.dynamo.post_grad_passes import Tidy
+from rekindle.dynamo.post_grad_passes import PostGradPasses
 
 aten = torch.ops.aten
 
@@ -45,7 +45,7 @@ def test_a_product_of_much_is_made_at_once() -> None:
     graph = graph_of(added_late=True, inner=64)
     given = [torch.randn(8, 64), torch.randn(64, 8), torch.randn(8, 8)]
     expected = fx.GraphModule(nn.Module(), graph)(*given)
-    Tidy()(graph)
+    PostGradPasses()(graph)
     graph.lint()
     cos, sin = aten.cos.default, aten.sin.default
     assert targets(graph) == [cos, cos, aten.mm.default, sin, aten.add.Tensor]
@@ -63,7 +63,7 @@ def test_a_product_of_much_is_made_at_once() -> None:
 def test_others_stay(how: dict[str, Any]) -> None:
     graph = graph_of(**how)
     before = targets(graph)
-    Tidy()(graph)
+    PostGradPasses()(graph)
     assert targets(graph) == before
 
 
@@ -90,14 +90,14 @@ def merged(graph: fx.Graph) -> int:
 
 def test_inductor_is_kept_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
     counts: list[tuple[int, int]] = []
-    take_apart = Tidy.__call__
+    take_apart = PostGradPasses.__call__
 
-    def count(self: Tidy, graph: fx.Graph) -> None:
+    def count(self: PostGradPasses, graph: fx.Graph) -> None:
         before = merged(graph)
         take_apart(self, graph)
         counts.append((before, merged(graph)))
 
-    monkeypatch.setattr(Tidy, "__call__", count)
+    monkeypatch.setattr(PostGradPasses, "__call__", count)
     model, batch = Tied(), torch.arange(1024) % 64
     whole = {"force_disable_caches": True}
     dynamo.compile(model, budget="90%", options=whole)(batch).backward()
@@ -117,15 +117,15 @@ def counting_model() -> nn.Module:
 
 def test_counters_are_counted_together(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    tidy = Tidy.__call__
+    tidy = PostGradPasses.__call__
 
-    def count(self: Tidy, graph: fx.Graph) -> None:
+    def count(self: PostGradPasses, graph: fx.Graph) -> None:
         tidy(self, graph)
         graph.lint()
         found = graph.find_nodes(op="call_function", target=aten._foreach_add_.Scalar)
         seen.extend(len(node.args[0]) for node in found)
 
-    monkeypatch.setattr(Tidy, "__call__", count)
+    monkeypatch.setattr(PostGradPasses, "__call__", count)
     model, batch = counting_model(), torch.randn(8, 3, 8, 8)
     plain = deepcopy(model)
     planned = dynamo.compile(model, budget="10GiB", options={"force_disable_caches": True})
@@ -166,6 +166,6 @@ def test_what_is_no_counter_is_left(
 ) -> None:
     graph = counted(dtype, step, is_read)
     before = targets(graph)
-    Tidy()(graph)
+    PostGradPasses()(graph)
     graph.lint()
     assert (targets(graph) != before) == is_changed

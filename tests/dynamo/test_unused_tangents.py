@@ -12,8 +12,9 @@ from torch import fx, nn
 
 from rekindle import dynamo
 from rekindle.core.graph.graph import StepGraph
-from rekindle.dynamo import unused_tangents
+from rekindle.dynamo import unused_tangents as variants
 from rekindle.dynamo.joint_graph import TANGENTS
+from rekindle.dynamo.unused_tangents import BackwardVariants, unused_tangents, without_tangents
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 _WORDS = 64
@@ -59,13 +60,13 @@ def gradients(model: Any, batch: torch.Tensor, of: Loss) -> list[torch.Tensor]:
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[list[bool]]:
     """For every backward pass, which of its gradients are None when it begins."""
     found: list[list[bool]] = []
-    run = unused_tangents.Backward.__call__
+    run = BackwardVariants.__call__
 
-    def watched(self: unused_tangents.Backward, args: list[Any]) -> Any:
-        found.append([args[i] is None for i in sorted({*self._expected, *self._zeros})])
+    def watched(self: BackwardVariants, args: list[Any]) -> Any:
+        found.append([args[i] is None for i in sorted({*self.unused, *self.required})])
         return run(self, args)
 
-    monkeypatch.setattr(unused_tangents.Backward, "__call__", watched)
+    monkeypatch.setattr(BackwardVariants, "__call__", watched)
     return found
 
 
@@ -73,13 +74,12 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[list[bool]]:
 def forms(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
     """The gradients that are left away in each graph that is compiled."""
     found: list[set[str]] = []
-    without = unused_tangents.without
 
     def counted(module: fx.GraphModule, names: set[str]) -> fx.GraphModule:
         found.append(names)
-        return without(module, names)
+        return without_tangents(module, names)
 
-    monkeypatch.setattr(unused_tangents, "without", counted)
+    monkeypatch.setattr(variants, "without_tangents", counted)
     return found
 
 
@@ -167,6 +167,6 @@ def test_only_sums_can_do_without() -> None:
         turned = graph.call_function(aten.permute.default, (scores, [1, 0]))
         return graph.call_function(aten.add.Tensor, (turned, scores))
 
-    assert [node.name for node in unused_tangents.ungiven(joint(added))] == ["tangents_2"]
-    assert unused_tangents.ungiven(joint(multiplied)) == []
-    assert unused_tangents.ungiven(joint(doubled)) == []
+    assert [node.name for node in unused_tangents(joint(added))] == ["tangents_2"]
+    assert unused_tangents(joint(multiplied)) == []
+    assert unused_tangents(joint(doubled)) == []

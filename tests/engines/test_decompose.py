@@ -28,8 +28,8 @@ from torch.utils.checkpoint import checkpoint
 
 from rekindle.engines.inductor import decompositions
 from rekindle.engines.inductor.decompose import decompose
-from rekindle.engines.inductor.matmul_padding import PaddingOptions
 from rekindle.measuring.bitwise_compare import State
+from rekindle.passes.matmul_padding import PaddingOptions
 
 aten = torch.ops.aten
 FORMS = [decomposed, grouped, grouped_for_gpu]

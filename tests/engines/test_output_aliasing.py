@@ -28,8 +28,8 @@ from rekindle.engines.inductor import decompositions
 from rekindle.engines.inductor.always_recompute import AlwaysRecomputed
 from rekindle.engines.inductor.call_index import CallIndex
 from rekindle.engines.inductor.decompose import decompose
-from rekindle.engines.inductor.matmul_padding import PaddingOptions
 from rekindle.engines.inductor.recording_builder import RecordingBuilder
+from rekindle.passes.matmul_padding import PaddingOptions
 from rekindle.rewriting.multi_tensor import cast
 from rekindle.tracing.lift import lift
 

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from rekindle import dynamo
-from rekindle.dynamo import post_grad_passes
+from rekindle.dynamo.post_grad_passes import PostGradOptions
+from rekindle.dynamo.session import CompileOptions
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -36,11 +37,15 @@ class Deep(nn.Module):
         return found.mean((1, 2, 3))
 
 
-def trained(model: nn.Module, batch: torch.Tensor) -> tuple[list[torch.Tensor], int]:
+def trained(
+    model: nn.Module, batch: torch.Tensor, *, batches_casts: bool = True
+) -> tuple[list[torch.Tensor], int]:
     """Gradients of a step, and how many kernels it started."""
     torch.compiler.reset()
     fresh = {"force_disable_caches": True}
     compiled = dynamo.compile(model, budget="100%", options=fresh)
+    post_grad = PostGradOptions(batches_casts=batches_casts)
+    compiled.session.tuning = CompileOptions(post_grad=post_grad)
 
     def step() -> None:
         model.zero_grad()
@@ -63,8 +68,7 @@ def test_the_same_bits_with_fewer_kernels(monkeypatch: pytest.MonkeyPatch) -> No
     model = Deep().cuda()
     batch = torch.randn(8, 3, 32, 32, device="cuda")
     found, n_kernels = trained(deepcopy(model), batch)
-    monkeypatch.setattr(post_grad_passes, "cast_together", lambda graph: None)
-    expected, n_apart = trained(deepcopy(model), batch)
+    expected, n_apart = trained(deepcopy(model), batch, batches_casts=False)
     assert len(found) == len(expected) == LAYERS + 1
     assert all(map(torch.equal, found, expected))
     assert n_kernels <= n_apart - LAYERS  # of 2 × 13 casts, a few are left

@@ -35,8 +35,8 @@ from torch.utils import _pytree as pytree
 
 import rekindle
 from rekindle import models
-from rekindle.dynamo import aot, session
-from rekindle.dynamo.budget_shares import resident_bytes
+from rekindle.dynamo import aot, compile_pipeline
+from rekindle.dynamo.budget_shares import entry_bytes
 
 aten = torch.ops.aten
 GPU = torch.device("cuda", 0)
@@ -199,14 +199,14 @@ class Writer:
         self.n_outputs = 0
         GraphLowering._compile_to_module_lines = self._note  # type: ignore[assignment, method-assign]
         aot.compile_fx_inner = self._compile  # type: ignore[assignment]
-        partition = session.Session.partition
+        partition = compile_pipeline.partition_joint_graph
 
-        def moved(this: Any, module: fx.GraphModule, inputs: Any, key: Any, n: int, st: Any) -> Any:
-            move(module.graph)
-            self.n_outputs = n
-            return partition(this, module, inputs, key, n, st)
+        def moved(given: compile_pipeline.JointInputs, session: rekindle.dynamo.Session) -> Any:
+            move(given.module.graph)
+            self.n_outputs = given.n_outputs
+            return partition(given, session)
 
-        session.Session.partition = moved  # type: ignore[method-assign]
+        compile_pipeline.partition_joint_graph = moved
 
     def _note(self, code: Any) -> Any:
         self.codes.append(code.value)
@@ -415,7 +415,7 @@ def main(name: str, batch: str, *shares: str, compiles: bool) -> None:
             work.train_step(model, work.optimizer, work.batch)
         except Written:
             (planned,) = model.plans
-        there = planned.profile.overhead_bytes + resident_bytes(planned.graph)
+        there = planned.profile.overhead_bytes + entry_bytes(planned.graph)
         row = {"share": share, "forecast_bytes": planned.plan.peak_bytes - there}
         row |= run(writer.codes, writer.n_outputs)
         if compiles:

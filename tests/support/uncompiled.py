@@ -23,9 +23,9 @@ from rekindle.engines.inductor import decompositions, group_compiler
 from rekindle.engines.inductor.decompose import decompose
 from rekindle.engines.inductor.fusion_groups import fuse
 from rekindle.engines.inductor.group_compiler import CompiledGroup, GroupCompiler
-from rekindle.engines.inductor.matmul_padding import PaddingOptions
 from rekindle.engines.select_engine import EngineFactory
 from rekindle.measuring.bitwise_compare import State, state_of
+from rekindle.passes.matmul_padding import PaddingOptions
 from rekindle.tracing.tape import Recording
 from rekindle.tracing.trace import record
 

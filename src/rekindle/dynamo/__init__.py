@@ -13,66 +13,74 @@ from torch import fx, nn
 
 from rekindle.core.notebook import html_table, one_line
 from rekindle.dynamo import aot
-from rekindle.dynamo.session import LOWERS, PlannedGraph, Session
+from rekindle.dynamo.compile_pipeline import compile_graph
+from rekindle.dynamo.planned_graph import PlannedGraph, write_report
+from rekindle.dynamo.session import LOWERS, CompileOptions, Session
+from rekindle.torch_internals import OptimizedModule, list_mode_options
 from rekindle.units import format_bytes, format_us
 
-__all__ = ["LOWERS", "CompiledModel", "PlannedGraph", "Session", "backend", "compile"]
+__all__ = [
+    "LOWERS",
+    "CompileOptions",
+    "CompiledModel",
+    "PlannedGraph",
+    "Session",
+    "backend",
+    "compile",
+]
 
-_OWN = ("budget", "planner", "lower")
+_OWN_OPTIONS = ("budget", "planner", "lower")
 
 
-class CompiledModel(aot.OptimizedModule):
+class CompiledModel(OptimizedModule):
     """A model as `torch.compile` returns it, with its plans.
 
     Parameters, state dicts, `train()` and `eval()` are the model's own.
     """
 
-    # On the class, so as not to be the model's.
+    # Declared on the class: an attribute of the instance would become one of the model.
     session: Session = None  # type: ignore[assignment]
     how: dict[str, Any] = {}  # noqa: RUF012
 
     @property
     def plans(self) -> list[PlannedGraph]:
-        """What was decided for each graph that was compiled so far, in the order they came."""
+        """The plans of the graphs compiled so far, in order."""
         return self.session.plans
 
     @property
     def measured_peak_bytes(self) -> int | None:
-        """The most that was allocated on the GPU in the second step; None until it is over.
+        """The peak of the second step on a GPU; None until it is over.
 
-        Where the model was then compiled once more, it is the second step after that.
+        If the model was recompiled after that, it is the second step since then.
         """
         return self.session.measured_peak_bytes
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model. The second training step is watched, and compared with the forecast."""
+        """Call the model. The second training step is monitored, and its peak compared."""
         if self.training and torch.is_grad_enabled():
             device = next((param.device for param in self.parameters()), None)
-            peak_bytes = self.session.begin_step(device)
-            session = self.session.with_room()
-            if session is None and peak_bytes is not None:
-                session = self.session.again(peak_bytes)
+            session = self.session.begin_step(device)
             if session is not None:
                 self._use(session)
         return super().__call__(*args, **kwargs)
 
     def _use(self, session: Session) -> None:
-        """Have the model compiled by a session, from the next call on."""
-        found = torch.compile(self._orig_mod, backend=session, **self.how)
-        assert isinstance(found, aot.OptimizedModule)
-        aot.adopt(self, found)
+        """Have the model compiled by another session, from the next call on."""
+        compiled = torch.compile(self._orig_mod, backend=_backend_of(session), **self.how)
+        assert isinstance(compiled, OptimizedModule)
+        aot.adopt(self, compiled)
         self.session = session
         self._show_signature()
 
     def _show_signature(self) -> None:
-        """For those who look: the Hugging Face Trainer."""
+        """Show the model's own signature, which the Hugging Face Trainer inspects."""
         with suppress(AttributeError, ValueError):
             signature = inspect.signature(self._orig_mod.forward)
             self.forward.__signature__ = signature  # type: ignore[attr-defined]
 
     def report(self, path: str | Path) -> None:
-        """Write the page about the plan; it opens in any browser, without a network."""
-        self.session.report(path)
+        """Write the HTML report on the plans; it opens in any browser, without a network."""
+        write_report(Path(path), self.plans)
 
     def _facts(self) -> dict[str, object]:
         facts: dict[str, object] = {"model": type(self._orig_mod).__name__}
@@ -102,13 +110,13 @@ def compile(
 ) -> CompiledModel:
     """Compile a model as `torch.compile` does, with training kept within a memory budget.
 
-    The budget ("8GiB", "60%" of what the compiled graph would need with nothing dropped, or bytes)
-    bounds parameters, gradients, optimizer state and what forward and backward pass hold. Without
-    the `optimizer`, its state is taken to be Adam's: two tensors for each parameter. A graph that
-    cannot stay within it raises InfeasibleBudget when it is first called.
+    The budget ("8GiB", "60%" of the compiled graph's peak with nothing dropped, or bytes) bounds
+    parameters, gradients, optimizer state and the tensors of the forward and backward pass. Without
+    the `optimizer`, its state is assumed to be Adam's: two tensors for each parameter. A graph that
+    cannot stay within the budget raises InfeasibleBudget when it is first called.
 
-    `lower="eager"` runs the planned graphs operator by operator, where there is no compiler;
-    `options` are Inductor's, as `torch.compile` takes them.
+    `lower="eager"` runs the planned graphs operator by operator, without a compiler; `options` are
+    Inductor's, as `torch.compile` takes them.
 
     >>> blocks = [(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(3)]
     >>> model = nn.Sequential(*(layer for block in blocks for layer in block))
@@ -121,16 +129,23 @@ def compile(
         raise TypeError(f"model must be a torch Module, and is a {type(model).__name__}")
     session = Session(budget, planner, lower, dict(options or {}), model, optimizer)
     how: dict[str, Any] = {"dynamic": dynamic, "fullgraph": fullgraph}
-    found = torch.compile(model, backend=session, **how)
-    assert isinstance(found, aot.OptimizedModule)
-    found.__class__ = CompiledModel
-    assert isinstance(found, CompiledModel)
-    found.session, found.how = session, how
-    found._show_signature()
-    return found
+    compiled = torch.compile(model, backend=_backend_of(session), **how)
+    assert isinstance(compiled, OptimizedModule)
+    compiled.__class__ = CompiledModel
+    assert isinstance(compiled, CompiledModel)
+    compiled.session, compiled.how = session, how
+    compiled._show_signature()
+    return compiled
 
 
-_sessions: dict[int, tuple[dict[str, Any], Session]] = {}  # by the options' identity
+def _backend_of(session: Session) -> Callable[..., Any]:
+    def rekindle(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return compile_graph(module, inputs, session)
+
+    return rekindle
+
+
+_sessions: dict[int, tuple[dict[str, Any], Session]] = {}  # by the identity of the options
 
 
 def backend(
@@ -140,7 +155,7 @@ def backend(
     options: dict[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    """What `torch.compile(model, backend="rekindle", options={"budget": "8GiB"})` calls.
+    """The backend of `torch.compile(model, backend="rekindle", options={"budget": "8GiB"})`.
 
     `options` has the budget, and may have "planner" and "lower", as in `compile`; all others are
     Inductor's. Every call of `torch.compile` with options of its own has a budget of its own.
@@ -152,8 +167,9 @@ def backend(
         )
     known = _sessions.get(id(options))
     if known is None:
-        own = {name: options[name] for name in _OWN if name in options}
-        others = {name: value for name, value in options.items() if name not in _OWN}
-        session = Session(**own, options={**aot.mode_options(mode), **others})
+        own = {name: options[name] for name in _OWN_OPTIONS if name in options}
+        others = {name: value for name, value in options.items() if name not in _OWN_OPTIONS}
+        of_mode = dict(list_mode_options(mode)) if mode else {}
+        session = Session(**own, options={**of_mode, **others})
         known = _sessions[id(options)] = options, session  # holds the options: ids are not reused
-    return known[1](module, inputs)
+    return compile_graph(module, inputs, known[1])

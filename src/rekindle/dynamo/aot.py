@@ -1,4 +1,4 @@
-"""AOTAutograd, Inductor and Dynamo as the planner calls them."""
+"""AOTAutograd, Inductor and Dynamo, as `rekindle.compile` calls them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import is_symbolic
 from torch.types import py_sym_types
 
-from rekindle import torch_internals
 from rekindle.torch_internals import (
     AllocateLine,
     CompileContext,
-    CustomGraphPass,
     CustomPartitionerFn,
     OptimizedModule,
     TracingContext,
@@ -33,109 +31,104 @@ from rekindle.torch_internals import (
     fx_graph_cse,
     inductor_config,
     is_traceable_wrapper_subclass,
-    list_mode_options,
-    min_cut_partition,
     pytree,
     raise_getitems,
     tracing,
 )
 
-__all__ = [
-    "LARGE_BYTES",
-    "CustomGraphPass",
-    "CustomPartitionerFn",
-    "Modules",
-    "OptimizedModule",
-    "adopt",
-    "call_on_each",
-    "compile_eagerly",
-    "compile_with_inductor",
-    "cut",
-    "hint",
-    "identity",
-    "in_this_context",
-    "is_backward_input",
-    "is_sym",
-    "is_tagged_backward",
-    "is_unsupported",
-    "leave_away_zeros",
-    "leaves",
-    "mode_options",
-    "must_be_in_backward",
-    "must_be_in_forward",
-    "stay_in_backward",
-    "stay_in_forward",
-    "torch_partition",
-    "wants_channels_last",
-    "without_repeats",
-    "write_to_memory",
-]
-
 Modules = tuple[fx.GraphModule, fx.GraphModule]
 PartitionFn = Callable[..., Modules]
 Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Any]]
 CompileBackward = Callable[[fx.GraphModule, Sequence[Any], Compile], Callable[[list[Any]], Any]]
-LARGE_BYTES = 1 << 20  # of a tensor for which memory is worth some time
-_UNKNOWN = 4096  # the size of a dimension that depends on values
-_UNSUPPORTED = ("seed", "offset", "rng_state")  # parts of names of random state handed in
+LARGE_BYTES = 1 << 20  # tensors of at least this size are worth some time to save their memory
+_UNKNOWN_SIZE = 4096  # taken for a dimension that depends on data
+_UNSUPPORTED_INPUTS = ("seed", "offset", "rng_state")  # in names: random state as an argument
+
+
+class Partitioner(CustomPartitionerFn):
+    """A partition function for Inductor, known to its disk cache by what it depends on."""
+
+    def __init__(self, partition: PartitionFn, cache_key: str) -> None:
+        self._partition, self._cache_key = partition, cache_key
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> Modules:
+        """The forward and the backward module of a joint graph."""
+        return self._partition(gm, joint_inputs, **kwargs)
+
+    def uuid(self) -> str:
+        """The key in Inductor's disk cache."""
+        return self._cache_key
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        """Pickle as the key: Inductor pickles its settings to look them up on disk."""
+        return str, (self._cache_key,)
 
 
 def compile_with_inductor(
     module: fx.GraphModule,
     inputs: Sequence[Any],
-    partitioner: CustomPartitionerFn,
-    last_pass: CustomGraphPass,
-    backward: CompileBackward,
+    partitioner: Partitioner,
+    post_grad_pass: Any,
+    compile_backward: CompileBackward,
     options: dict[str, Any],
 ) -> Callable[..., Any]:
-    """Have Inductor compile a graph that Dynamo captured, cut in two by a partitioner of ours.
+    """Compile a graph that Dynamo captured with Inductor, partitioned by `partitioner`.
 
-    `last_pass` then changes both parts, unless the options have another one, and `backward` gets
-    the second one, with what compiles it. Sides of matrix products are not padded, and convolutions
-    that want it get their channels last. What is kept on disk is the code of each part. The whole,
-    which would skip the partitioner, is not.
+    `post_grad_pass` changes both modules, unless the options name another one;
+    `compile_backward` gets the backward module and Inductor's function that compiles it. Inductor
+    does not pad matmuls here, and uses channels_last where all convolutions do. The code of each
+    module is cached on disk; the whole is not, since that would skip the partitioner.
     """
-    passes = {"post_grad_custom_post_pass": last_pass, "custom_partitioner_fn": partitioner}
+    passes = {"post_grad_custom_post_pass": post_grad_pass, "custom_partitioner_fn": partitioner}
     patches = {**passes, "shape_padding": False, **options}
 
-    def compile_part(part: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        layout = {"force_layout_optimization": True} if wants_channels_last(part.graph) else {}
+    def compile_module(module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        layout = {"force_layout_optimization": True} if wants_channels_last(module.graph) else {}
 
-        def compile_now(part: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-            with inductor_config.patch({**layout, **patches}), _holding_little():
-                return compile_fx_inner(part, inputs, **kwargs)
+        def compile_now(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+            with inductor_config.patch({**layout, **patches}), freeing_large_buffers():
+                return compile_fx_inner(module, inputs, **kwargs)
 
-        is_backward = kwargs.get("is_backward", False)
-        return (backward if is_backward else _compile_at_once)(part, inputs, compile_now)
+        if kwargs.get("is_backward", False):
+            return compile_backward(module, inputs, compile_now)
+        return compile_now(module, inputs)
 
     with functorch_config.patch(enable_autograd_cache=False):
-        found: Any = compile_fx(module, inputs, compile_part, patches)
-    assert callable(found)
-    return found  # type: ignore[no-any-return]
+        compiled: Any = compile_fx(module, inputs, compile_module, patches)
+    assert callable(compiled)
+    return compiled  # type: ignore[no-any-return]
 
 
 def compile_eagerly(
-    module: fx.GraphModule, inputs: Sequence[Any], partition: PartitionFn, backward: CompileBackward
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    partition: PartitionFn,
+    compile_backward: CompileBackward,
 ) -> Callable[..., Any]:
-    """Cut a graph that Dynamo captured in two, and run both as they are, operator by operator."""
+    """Partition a graph that Dynamo captured, and run both modules operator by operator."""
+
+    def run_backward(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        return compile_backward(module, inputs, lambda part, given: boxed_nop(part, list(given)))
 
     with functorch_config.patch(enable_autograd_cache=False):
         compiler = aot_autograd(
             fw_compiler=boxed_nop,
-            bw_compiler=lambda part, inputs: backward(part, inputs, _as_it_is),
+            bw_compiler=run_backward,
             partition_fn=partition,
             keep_inference_input_mutations=True,
         )
-        found: Callable[..., Any] = compiler(module, inputs)
-    return found
+        compiled: Callable[..., Any] = compiler(module, inputs)
+    return compiled
 
 
 @contextmanager
-def _holding_little() -> Iterator[None]:
-    """Have Inductor give large buffers back at once.
+def freeing_large_buffers() -> Iterator[None]:
+    """Have Inductor free large buffers after their last use.
 
-    It holds a buffer from its last use on for the next one of its size, if that does not raise the
-    peak by its own estimate, which is too high for some graphs.
+    It keeps a dead buffer for the next one of its size if its estimate of the peak allows that; for
+    some graphs the estimate is too high.
     """
     decide = AllocateLine.should_reuse_buffer
 
@@ -150,41 +143,33 @@ def _holding_little() -> Iterator[None]:
         AllocateLine.should_reuse_buffer = decide  # type: ignore[method-assign]
 
 
-def _as_it_is(part: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    return boxed_nop(part, list(inputs))
+def in_current_context(compile: Compile) -> Compile:
+    """A function that compiles in the tracing and compile contexts of now, when called later."""
+    tracing_context, compiling = TracingContext.try_get(), CompileContext.try_get()
 
-
-def _compile_at_once(part: fx.GraphModule, inputs: Sequence[Any], compile: Compile) -> Any:
-    return compile(part, inputs)
-
-
-def in_this_context(compile: Compile) -> Compile:
-    """What compiles as if it were called now, whenever it is."""
-    ours, ours_to_compile = TracingContext.try_get(), CompileContext.try_get()
-
-    def compile_in_context(part: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        is_there = TracingContext.try_get() is ours
-        with nullcontext() if is_there else tracing(ours), compile_context(ours_to_compile):
-            return compile(part, inputs)
+    def compile_in_context(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        is_current = TracingContext.try_get() is tracing_context
+        with nullcontext() if is_current else tracing(tracing_context), compile_context(compiling):
+            return compile(module, inputs)
 
     return compile_in_context
 
 
-def leave_away_zeros(outputs: Any) -> None:
-    """Have a compiled backward pass get None for gradients that are not given, and no zeros."""
-    tensors = [each for each in leaves(outputs) if isinstance(each, torch.Tensor)]
+def skip_zero_tangents(outputs: Any) -> None:
+    """Have a compiled backward pass receive None for missing tangents in place of zeros."""
+    tensors = [each for each in pytree.tree_leaves(outputs) if isinstance(each, torch.Tensor)]
     is_plain = not any(map(is_traceable_wrapper_subclass, tensors))
     if is_plain and not compiled_autograd.compiled_autograd_enabled:
-        for made_by in {each.grad_fn for each in tensors}:
-            if type(made_by).__name__ == "CompiledFunctionBackward":
-                made_by.set_materialize_grads(False)  # type: ignore[union-attr]
+        for grad_fn in {each.grad_fn for each in tensors}:
+            if type(grad_fn).__name__ == "CompiledFunctionBackward":
+                grad_fn.set_materialize_grads(False)  # type: ignore[union-attr]
 
 
 def wants_channels_last(graph: fx.Graph) -> bool:
-    """Whether all convolutions of a graph are such that libraries turn their tensors anyway.
+    """True if cuDNN would convert the tensors of all convolutions to channels_last.
 
-    On a GPU, in half precision, that is so, and what they turn takes memory of its own. Inductor
-    leaves convolutions alone where all have few channels.
+    It does so on a GPU in half precision, and the converted tensors take memory. Inductor leaves
+    convolutions alone if all have few channels.
     """
     target = torch.ops.aten.convolution.default
     calls = graph.find_nodes(op="call_function", target=target)
@@ -197,8 +182,8 @@ def wants_channels_last(graph: fx.Graph) -> bool:
     )
 
 
-def call_on_each(graph: fx.Graph, function: fx.Graph, tensors: Sequence[fx.Node]) -> fx.Node:
-    """A call of a function that does the same to each of some tensors, in one kernel."""
+def foreach_call(graph: fx.Graph, function: fx.Graph, tensors: Sequence[fx.Node]) -> fx.Node:
+    """A call that applies one function to each of some tensors, in one kernel."""
     owner = graph.owning_module
     assert owner is not None
     name = next(name for i in count() if not hasattr(owner, name := f"on_each_{i}"))
@@ -206,111 +191,84 @@ def call_on_each(graph: fx.Graph, function: fx.Graph, tensors: Sequence[fx.Node]
     return graph.call_function(foreach_map, (graph.get_attr(name), *tensors))
 
 
-def write_to_memory(node: fx.Node) -> None:
-    """Have Inductor write a node's result to memory, whoever reads it."""
+def realize(node: fx.Node) -> None:
+    """Have Inductor write a node's result to memory, even if only fused kernels read it."""
     node.meta["inductor_realize_to_strides"] = True
 
 
 def adopt(module: OptimizedModule, other: OptimizedModule) -> None:
-    """Have a compiled module run as another one of the same model would."""
+    """Have a compiled module run the code of another one of the same model."""
     for name in ("dynamo_ctx", "_torchdynamo_orig_callable", "get_compiler_config"):
         if name in vars(other):
             setattr(module, name, vars(other)[name])
     module._initialize()
 
 
-def cut(
-    joint: fx.GraphModule,
-    saved: list[fx.Node],
-    saved_syms: list[fx.Node],
-    n_outputs: int,
-) -> Modules:
-    """The forward module, which also returns what is saved, and the backward module."""
+def extract_modules(joint: fx.GraphModule, saved: Sequence[fx.Node], n_outputs: int) -> Modules:
+    """The forward module, which also returns the saved tensors and sizes, and the backward one."""
     forward, backward = extract_fwd_bwd_modules(
-        joint, saved, saved_sym_nodes=saved_syms, num_fwd_outputs=n_outputs
+        joint,
+        [node for node in saved if not is_sym(node)],
+        saved_sym_nodes=[node for node in saved if is_sym(node)],
+        num_fwd_outputs=n_outputs,
     )
     return raise_getitems(forward), raise_getitems(backward)
 
 
-def torch_partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> Modules:
-    """The cut that plain `torch.compile` makes."""
-    return min_cut_partition(joint, inputs, **kwargs)
-
-
-def without_repeats(joint: fx.GraphModule) -> None:
-    """Drop from a joint graph what nobody reads, and what is computed twice."""
+def eliminate_common_subexpressions(joint: fx.GraphModule) -> None:
+    """Drop nodes of a joint graph that are unused or computed twice."""
     joint.graph.eliminate_dead_code()
     joint.graph = fx_graph_cse(joint.graph)
 
 
-def must_be_in_forward(node: fx.Node) -> bool:
-    """Whether a node changes something and does so in the forward pass."""
-    return bool(torch_internals.must_be_in_forward(node))
-
-
-def must_be_in_backward(node: fx.Node) -> bool:
-    """Whether a node changes something and does so in the backward pass."""
-    return bool(torch_internals.must_be_in_backward(node))
-
-
 def is_tagged_backward(node: fx.Node) -> bool:
-    """Whether a node was recorded while gradients were computed."""
+    """True if a node was traced while gradients were computed."""
     return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
 
 
-def stay_in_forward(node: fx.Node) -> None:
-    """Have a node in the forward module only, whatever the backward module could compute."""
+def pin_to_forward(node: fx.Node) -> None:
+    """Keep a node in the forward module, even if the backward module could compute it."""
     node.meta = {**node.meta, "partitioner_tag": "must_be_in_forward"}
 
 
-def stay_in_backward(node: fx.Node) -> None:
-    """Have a node in the backward module only."""
+def pin_to_backward(node: fx.Node) -> None:
+    """Keep a node in the backward module."""
     node.meta = {**node.meta, "partitioner_tag": "must_be_in_backward"}
 
 
-def is_backward_input(node: fx.Node) -> bool:
-    """Whether a placeholder is there in the backward pass only: the gradient of an output."""
+def is_tangent(node: fx.Node) -> bool:
+    """True for the gradient of an output, which only the backward pass reads."""
     return node.op == "placeholder" and "tangents" in str(node.target)
 
 
 def is_unsupported(node: fx.Node) -> bool:
-    """Whether a node hands random state or side effects around, which is left to torch's cut."""
+    """True if a node passes random state or side-effect tokens as values."""
     if node.op == "placeholder":
         val = node.meta.get("val")
         odd = val is not None and not isinstance(val, (torch.Tensor, *py_sym_types, int, float))
-        return odd or any(part in str(node.target) for part in _UNSUPPORTED)
+        return odd or any(part in str(node.target) for part in _UNSUPPORTED_INPUTS)
     return "with_effects" in str(node.target) or "run_and_save_rng" in str(node.target)
 
 
 def is_sym(node: fx.Node) -> bool:
-    """Whether a node is a number, a size for one, and not a tensor."""
+    """True if a node is a symbolic number, such as a size."""
     return isinstance(node.meta.get("val"), py_sym_types)
 
 
-def hint(size: Any) -> int:
-    """A size as a number: that of the batch at hand where the graph holds for many sizes."""
+def size_hint(size: Any) -> int:
+    """A size as a number; for a symbolic one, that of the current batch."""
     if not is_symbolic(size):
         return int(size)
-    found = size.node.hint
-    return _UNKNOWN if found is None else int(found)
+    hint = size.node.hint
+    return _UNKNOWN_SIZE if hint is None else int(hint)
 
 
-def identity(module: fx.GraphModule) -> tuple[object, ...]:
-    """What tells a graph that Dynamo captured from others, and is the same if it is captured anew.
+def graph_identity(module: fx.GraphModule) -> tuple[object, ...]:
+    """The key of a graph that Dynamo captured; the same if it is recompiled.
 
-    That is the frame it belongs to, and the names of what it reads: DDP cuts a frame's graph up.
+    It is the graph's frame and the names of its inputs, since DDP cuts a frame's graph up.
     """
     compile_id = CompileContext.current_compile_id()
     names = (node.name for node in module.graph.find_nodes(op="placeholder"))
     tensors = sorted(name for name in names if not re.fullmatch(r"s\d+", name))
     return (getattr(compile_id, "frame_id", None), *tensors)
-
-
-def mode_options(mode: str | None) -> dict[str, Any]:
-    """Inductor's options for a mode of `torch.compile`."""
-    return dict(list_mode_options(mode)) if mode else {}
-
-
-def leaves(tree: Any) -> list[Any]:
-    """What is in a tree of arguments or results, in order."""
-    return pytree.tree_leaves(tree)

@@ -1,8 +1,8 @@
-"""What the ops of a joint graph cost, without running them, and with fusion in mind.
+"""The costs of a joint graph's ops, without running them.
 
-A fused op takes the time to read what it reads from memory and to write what others read there. A
-recomputation writes only where an opaque op (a matrix product, say) is to read the result: whatever
-else reads it computes it in its own kernel. Opaque ops cost what the roofline says.
+A fused op takes the time to read its inputs from memory and to write its results. A recomputation
+writes its results only for opaque ops such as matmuls: fused readers compute them in their own
+kernels. Opaque ops cost what the roofline says.
 """
 
 from __future__ import annotations
@@ -16,52 +16,42 @@ from rekindle.core.cost.profile import OpCost, Profile
 from rekindle.core.cost.roofline import analytic_profile, bytes_moved
 from rekindle.core.graph.graph import StepGraph
 from rekindle.core.graph.simulate import main_device
-from rekindle.dynamo.joint_graph import TANGENTS, Joint
+from rekindle.dynamo.joint_graph import TANGENTS, JointGraph
 from rekindle.errors import ProfileError
 
-_FACTOR = 1.05  # over a plain copy, as the roofline has it for element-wise kernels
-_REACHED = 0.9  # a plain copy's share of the vendor's bandwidth
-_FLOOR_US = 2.4
-_UNKNOWN_GPU = "A100-80GB"
-# Of a CPU nothing is known: only how times compare matters, and this is a common ratio.
+_TIME_OVER_COPY_RATIO = 1.05  # as the roofline has it for element-wise kernels
+_COPY_BANDWIDTH_RATIO = 0.9  # a plain copy's, of the vendor's bandwidth
+_KERNEL_FLOOR_US = 2.4
+_DEFAULT_GPU = "A100-80GB"
+# The speeds of a CPU are unknown; only the ratio of times matters, and this is a common one.
 _CPU = Device("CPU", 1 << 40, 50e3, 1e6, 1e6, 2e6, overhead_bytes=0)
 
 
-def device_of(graph: StepGraph) -> Device:
-    """What is known of the device that a graph runs on; a common GPU where that is nothing."""
-    if not main_device(graph).startswith("cuda"):
-        return _CPU
-    try:
-        return find_device(torch.cuda.get_device_name(main_device(graph)))
-    except ProfileError:
-        return find_device(_UNKNOWN_GPU)
-
-
-def joint_profile(joint: Joint, device: Device | None = None) -> Profile:
-    """The costs of a joint graph's ops."""
+def joint_profile(joint: JointGraph) -> Profile:
+    """The forecast costs of a joint graph's ops."""
     step = joint.step
-    device = device or device_of(step)
-    found = analytic_profile(step, device)
-    # the compiler lays pictures out for its convolutions itself
-    costs = [replace(cost, workspace_bytes=0) for cost in found.costs]
+    device = _device_of(step)
+    profile = analytic_profile(step, device)
+    # Inductor converts layouts for convolutions itself: they need no workspace for it.
+    costs = [replace(cost, workspace_bytes=0) for cost in profile.costs]
     moved = bytes_moved(step)
-    per_us = device.bandwidth_bytes_per_us * _REACHED
-    is_written = _is_written(joint)
+    per_us = device.bandwidth_bytes_per_us * _COPY_BANDWIDTH_RATIO
+    is_written = _read_by_opaque_ops(joint)
     for op in step.ops:
         if op.target == TANGENTS:
             costs[op.index] = OpCost(0.0)
         elif joint.is_fused[op.index]:
             nbytes = int(moved[op.index])
-            written = sum(step.storage_of(v).nbytes for v in op.outputs)
-            again = nbytes if is_written[op.index] else nbytes - written
-            floor_us = _FLOOR_US if is_written[op.index] else 0.0
+            result_bytes = sum(step.storage_of(v).nbytes for v in op.outputs)
+            copy_bytes = nbytes if is_written[op.index] else nbytes - result_bytes
+            copy_floor_us = _KERNEL_FLOOR_US if is_written[op.index] else 0.0
             costs[op.index] = OpCost(
-                _FLOOR_US + _FACTOR * nbytes / per_us,
-                copy_us=floor_us + _FACTOR * max(again, 0) / per_us,
+                _KERNEL_FLOOR_US + _TIME_OVER_COPY_RATIO * nbytes / per_us,
+                copy_us=copy_floor_us + _TIME_OVER_COPY_RATIO * max(copy_bytes, 0) / per_us,
             )
     is_gpu = device is not _CPU
     return replace(
-        found,
+        profile,
         costs=tuple(costs),
         allocator="cuda" if is_gpu else "exact",
         overhead_bytes=device.overhead_bytes if is_gpu else 0,
@@ -70,8 +60,18 @@ def joint_profile(joint: Joint, device: Device | None = None) -> Profile:
     )
 
 
-def _is_written(joint: Joint) -> list[bool]:
-    """Of each op: whether something that is not fused reads its results."""
+def _device_of(graph: StepGraph) -> Device:
+    """The device that a graph runs on; a common GPU if it is unknown."""
+    if not main_device(graph).startswith("cuda"):
+        return _CPU
+    try:
+        return find_device(torch.cuda.get_device_name(main_device(graph)))
+    except ProfileError:
+        return find_device(_DEFAULT_GPU)
+
+
+def _read_by_opaque_ops(joint: JointGraph) -> list[bool]:
+    """For each op, True if an op that is not fused reads one of its results."""
     step = joint.step
     found = [False] * len(step.ops)
     for op in step.ops:

@@ -1,8 +1,12 @@
-"""Puts a plan into a joint graph and cuts it in two: a forward module and a backward module.
+"""Writes a plan into a joint graph and partitions it into a forward and a backward module.
 
-The joint graph is written anew: first what the forward pass computes, then the backward pass in the
-plan's order, with every recomputation a node of its own that reads what the plan says it reads.
-What the second part reads of the first is what is saved, and that is where torch cuts.
+The new joint graph has the forward pass first, then the backward pass in the plan's order, with
+every recomputation as a node of its own that reads the copies which the plan names. The nodes of
+the forward pass that the backward pass reads are saved; torch extracts the two modules there.
+
+`rewriting/apply_schedule` does the same for a recorded step. The two share how a schedule is
+resolved and how results are found; the rest differs, since a recorded step frees its tensors,
+replays random state and calls the optimizer itself, and AOTAutograd and Inductor do so here.
 """
 
 from __future__ import annotations
@@ -16,97 +20,97 @@ from torch import fx
 from rekindle.core.graph.graph import Phase
 from rekindle.core.graph.schedule import Plan, ResolvedCompute, resolve
 from rekindle.dynamo import aot
-from rekindle.dynamo.fusion import Kind, is_reduction, kind_of, never_again, without_statistics
-from rekindle.dynamo.joint_graph import Joint, nbytes_of, outputs_of
-from rekindle.torch_internals import OpOverload
+from rekindle.dynamo.fusion import (
+    FUSED_KINDS,
+    NodeKind,
+    changed_state,
+    is_reduction_result,
+    node_kind,
+    outputs_of,
+    tensor_bytes,
+    without_running_stats,
+)
+from rekindle.dynamo.joint_graph import JointGraph
+from rekindle.torch_internals import OpOverload, must_be_in_backward, must_be_in_forward, pytree
 
-_NORMALISED = (0, 1, 2)  # the results of a batch norm that are not its new statistics
+_NORMALIZED_RESULTS = (0, 1, 2)  # of a batch norm: all but its new running statistics
 
 
 @dataclass(frozen=True)
-class Split:
-    """The two modules, and what the first leaves to the second: names and bytes of tensors.
+class PartitionedGraph:
+    """The two modules, and the tensors that the forward pass computes and saves, with their bytes.
 
-    `kept` are the tensors that the forward pass makes and saves; inputs that it saves, which are
-    there in any case, are not among them.
+    Inputs of the step that are saved are live anyway, and not in `kept`.
     """
 
     forward: fx.GraphModule
     backward: fx.GraphModule
     kept: dict[str, int]
 
-    @property
-    def kept_bytes(self) -> int:
-        """The bytes that are held from the forward pass to the backward pass."""
-        return sum(self.kept.values())
 
-
-def split(joint: Joint, plan: Plan) -> Split:
-    """The two modules of a planned joint graph."""
+def partition_graph(joint: JointGraph, plan: Plan) -> PartitionedGraph:
+    """The forward and the backward module of a planned joint graph."""
     return _Writer(joint).run(plan)
 
 
 class _Writer:
-    def __init__(self, joint: Joint) -> None:
+    def __init__(self, joint: JointGraph) -> None:
         self.joint = joint
         self.graph = fx.Graph()
-        self.number = {node: i for i, node in enumerate(joint.nodes) if node is not None}
-        self.first: dict[fx.Node, fx.Node] = {}  # what is there before the backward pass
-        self.again: dict[tuple[fx.Node, int], fx.Node] = {}  # what the backward pass makes
-        self.inner: dict[tuple[fx.Node, tuple[fx.Node, ...]], fx.Node] = {}
+        values = enumerate(joint.value_nodes)
+        self.value_of = {node: value for value, node in values if node is not None}
+        self.early: dict[fx.Node, fx.Node] = {}  # what exists before the backward pass
+        self.late: dict[tuple[fx.Node, int], fx.Node] = {}  # what the backward pass computes
+        self.inlined: dict[tuple[fx.Node, tuple[fx.Node, ...]], fx.Node] = {}
         self.saved: dict[fx.Node, None] = {}
 
-    def run(self, plan: Plan) -> Split:
+    def run(self, plan: Plan) -> PartitionedGraph:
         joint, old = self.joint, self.joint.module.graph
         for node in old.nodes:
             if node.op == "placeholder" or (node in joint.forward and node.op != "output"):
-                self.first[node] = self._first(node)
+                self.early[node] = self._copy_forward(node)
         for step in resolve(joint.step, plan.schedule):
             if isinstance(step, ResolvedCompute):
                 op = joint.step.ops[step.op]
                 if step.copy or op.phase is not Phase.FORWARD:
-                    self._run(step)
-        self._finish(old)
-        self._save_what_is_read()
-        module = joint.module
-        module.graph = self.graph
-        saved = list(self.saved)
-        tensors = [node for node in saved if not aot.is_sym(node)]
-        syms = [node for node in saved if aot.is_sym(node)]
-        forward, backward = aot.cut(module, tensors, syms, joint.n_outputs)
+                    self._compute(step)
+        self._add_outputs(old)
+        self._save_what_is_read_of_reductions()
+        joint.module.graph = self.graph
+        forward, backward = aot.extract_modules(joint.module, list(self.saved), joint.n_outputs)
         names = {node.name for node in backward.graph.find_nodes(op="placeholder")}
-        made = [node for node in saved if node.op == "call_function" and node.name in names]
-        kept = {node.name: nbytes_of(node) for node in made if not aot.is_sym(node)}
-        return Split(forward, backward, kept)
+        made = [node for node in self.saved if node.op == "call_function" and node.name in names]
+        kept = {node.name: tensor_bytes(node) for node in made if not aot.is_sym(node)}
+        return PartitionedGraph(forward, backward, kept)
 
-    def _first(self, node: fx.Node) -> fx.Node:
+    def _copy_forward(self, node: fx.Node) -> fx.Node:
         """A node of the forward pass in the new graph."""
-        made = self.graph.node_copy(node, self.first.__getitem__)
-        if never_again(node) or aot.must_be_in_forward(node):
-            aot.stay_in_forward(made)
+        made = self.graph.node_copy(node, self.early.__getitem__)
+        if changed_state(node) or must_be_in_forward(node):
+            aot.pin_to_forward(made)
         return made
 
-    def _run(self, run: ResolvedCompute) -> None:
+    def _compute(self, step: ResolvedCompute) -> None:
         """Write one op of the backward pass, or a recomputation."""
-        node = self.joint.main[run.op]
-        if node is None:  # the tangents, which are there, and stay
+        node = self.joint.op_nodes[step.op]
+        if node is None:  # tangents, which are placeholders
             return
-        simpler = without_statistics(node) if run.copy else None
+        recompute = without_running_stats(node) if step.copy else None
         read = node.all_input_nodes
-        if simpler is not None:
-            read = [each for each in read if each in simpler[1]]
-        found = {each: self._find(each, run) for each in read}
-        made = self.again[node, run.copy] = self._copied(node, found, simpler)
-        if not run.copy and (never_again(node) or aot.must_be_in_backward(node)):
-            aot.stay_in_backward(made)
-        if not run.copy and nbytes_of(node) >= aot.LARGE_BYTES and _is_shared(node):
-            aot.write_to_memory(made)
-        for value in self.joint.step.ops[run.op].outputs:
-            result = self.joint.nodes[value]
+        if recompute is not None:
+            read = [each for each in read if each in recompute[1]]
+        inputs = {each: self._find(each, step) for each in read}
+        made = self.late[node, step.copy] = self._copy_backward(node, inputs, recompute)
+        if not step.copy and (changed_state(node) or must_be_in_backward(node)):
+            aot.pin_to_backward(made)
+        if not step.copy and tensor_bytes(node) >= aot.LARGE_BYTES and _would_be_inlined(node):
+            aot.realize(made)
+        for value in self.joint.step.ops[step.op].outputs:
+            result = self.joint.value_nodes[value]
             assert result is not None
-            is_there = simpler is None or result.args[1] in _NORMALISED
-            if result is not node and is_there:
-                self.again[result, run.copy] = self._item(result, node, made)
+            exists = recompute is None or result.args[1] in _NORMALIZED_RESULTS
+            if result is not node and exists:
+                self.late[result, step.copy] = self._item(result, node, made)
 
     def _item(self, result: fx.Node, node: fx.Node, made: fx.Node) -> fx.Node:
         """One of an op's several results."""
@@ -117,96 +121,90 @@ class _Writer:
         item.meta = dict(result.meta)
         return item
 
-    def _copied(
+    def _copy_backward(
         self,
         node: fx.Node,
-        found: dict[fx.Node, fx.Node],
+        inputs: dict[fx.Node, fx.Node],
         call: tuple[OpOverload, tuple[Any, ...]] | None = None,
     ) -> fx.Node:
-        """A node of the backward pass, which reads what was found for its inputs.
-
-        It calls what the node does, or what is given.
-        """
+        """A node of the backward pass with these inputs; `call` in place of the node's own."""
         target, arguments = call or (node.target, node.args)
-        args, kwargs = fx.map_arg((arguments, node.kwargs), found.__getitem__)
-        name = f"{node.name}_again" if node in self.first else node.name
+        args, kwargs = fx.map_arg((arguments, node.kwargs), inputs.__getitem__)
+        name = f"{node.name}_again" if node in self.early else node.name
         made = self.graph.create_node(node.op, target, args, kwargs, name, node.type)
         made.meta = dict(node.meta)
         return made
 
-    def _find(self, node: fx.Node, run: ResolvedCompute | None) -> fx.Node:
-        """What an op reads: the copy the plan says, or something computed from such copies."""
-        if node in self.number:
-            value = self.number[node]
-            copy = run.copies.get(value, 0) if run is not None else 0
-            return self.again.get((node, copy)) or self._saved(node)
-        if (node, 0) in self.again:  # changed in the backward pass
-            return self.again[node, 0]
-        is_there = node.op in ("placeholder", "get_attr") or aot.is_sym(node)
-        if (is_there or never_again(node)) and node in self.first:
-            return self._saved(node)
-        found = tuple(self._find(each, run) for each in node.all_input_nodes)
-        if (node, found) not in self.inner:
-            of = dict(zip(node.all_input_nodes, found, strict=True))
-            self.inner[node, found] = self._copied(node, of)
-        return self.inner[node, found]
+    def _find(self, node: fx.Node, step: ResolvedCompute | None) -> fx.Node:
+        """What an op reads: the copy that the plan names, or a node computed from such copies."""
+        if node in self.value_of:
+            copy = step.copies.get(self.value_of[node], 0) if step is not None else 0
+            return self.late.get((node, copy)) or self._save(node)
+        if (node, 0) in self.late:  # mutated in the backward pass
+            return self.late[node, 0]
+        is_input = node.op in ("placeholder", "get_attr") or aot.is_sym(node)
+        if (is_input or changed_state(node)) and node in self.early:
+            return self._save(node)
+        found = tuple(self._find(each, step) for each in node.all_input_nodes)
+        if (node, found) not in self.inlined:
+            inputs = dict(zip(node.all_input_nodes, found, strict=True))
+            self.inlined[node, found] = self._copy_backward(node, inputs)
+        return self.inlined[node, found]
 
-    def _saved(self, node: fx.Node) -> fx.Node:
-        """Something of before the backward pass, which is saved for it."""
-        found = self.first[node]
-        if found.op != "get_attr" and not aot.is_backward_input(found):
+    def _save(self, node: fx.Node) -> fx.Node:
+        """A node from before the backward pass, saved for it."""
+        found = self.early[node]
+        if found.op != "get_attr" and not aot.is_tangent(found):
             self.saved.setdefault(found)
         return found
 
-    def _save_what_is_read(self) -> None:
-        """Save what the backward pass computes from a sum, a mean or a variance, instead of that.
+    def _save_what_is_read_of_reductions(self) -> None:
+        """Save what the backward pass computes from a reduction in place of the reduction.
 
-        The forward pass has computed it, it takes no more memory, and the backward pass would start
-        a kernel for it. Only where nothing else is read of the sum: then nothing more is saved.
+        The forward pass has computed it already, it takes no more memory, and the backward pass
+        saves a kernel. Only if nothing else reads the reduction: otherwise both would be saved.
         """
-        early = set(self.first.values())
-        for (node, _), made in self.inner.items():  # what reads others comes after them
+        early = set(self.early.values())
+        for (node, _), made in self.inlined.items():  # in the order of dependence
             read = made.all_input_nodes
             source = read[0] if len(read) == 1 else None
             if (
                 source in self.saved
-                and node in self.first
-                and self._is_of_sums(node)
-                and nbytes_of(node) <= nbytes_of(source)
+                and node in self.early
+                and _depends_on_reduction_alone(node)
+                and tensor_bytes(node) <= tensor_bytes(source)
                 and [user for user in source.users if user not in early] == [made]
             ):
-                made.replace_all_uses_with(self.first[node])
+                made.replace_all_uses_with(self.early[node])
                 self.graph.erase_node(made)
                 del self.saved[source]
-                self.saved.setdefault(self.first[node])
+                self.saved.setdefault(self.early[node])
 
-    def _is_of_sums(self, node: fx.Node) -> bool:
-        """Whether a node computes from a reduction's result, and nothing else."""
-        while kind_of(node, fuses=True) is Kind.SIMPLE and len(node.all_input_nodes) == 1:
-            (node,) = node.all_input_nodes
-        return is_reduction(node)
-
-    def _finish(self, old: fx.Graph) -> None:
+    def _add_outputs(self, old: fx.Graph) -> None:
         (output,) = old.find_nodes(op="output")
-        n_outputs = self.joint.n_outputs
-        ends = outputs_of(old)
-        found = [
-            node if node is None else self.first[node] if i < n_outputs else self._find(node, None)
-            for i, node in enumerate(ends)
-        ]
-        others = aot.leaves(output.args)
-        results = [
-            other if node is None else node for node, other in zip(found, others, strict=True)
-        ]
+        results = []
+        pairs = zip(outputs_of(old), pytree.tree_leaves(output.args), strict=True)
+        for i, (node, constant) in enumerate(pairs):
+            if node is None:
+                results.append(constant)
+            else:
+                is_forward = i < self.joint.n_outputs
+                results.append(self.early[node] if is_forward else self._find(node, None))
         made = self.graph.output(tuple(results))
         made.meta = dict(output.meta)
 
 
-def _is_shared(node: fx.Node) -> bool:
-    """Whether a value would be computed in every kernel that reads it, if it were for Inductor.
+def _depends_on_reduction_alone(node: fx.Node) -> bool:
+    """True if a node is a reduction or is inlined from one and nothing else."""
+    while node_kind(node) is NodeKind.INLINED and len(node.all_input_nodes) == 1:
+        (node,) = node.all_input_nodes
+    return is_reduction_result(node)
 
-    Then all that it is computed from stays until the last of them has run.
+
+def _would_be_inlined(node: fx.Node) -> bool:
+    """True if Inductor would compute a node in every fused kernel that reads it.
+
+    Then all its inputs would be live until the last of these kernels.
     """
-    fused = (Kind.SIMPLE, Kind.GATHERED)
-    is_simple = kind_of(node, fuses=True) is Kind.SIMPLE
-    return is_simple and any(kind_of(user, fuses=True) in fused for user in node.users)
+    is_inlined = node_kind(node) is NodeKind.INLINED
+    return is_inlined and any(node_kind(user) in FUSED_KINDS for user in node.users)

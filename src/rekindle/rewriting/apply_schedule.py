@@ -18,6 +18,7 @@ from torch import fx
 
 from rekindle.core.graph.graph import Op, OpKind, StepGraph
 from rekindle.core.graph.schedule import Free, ResolvedCompute, Schedule, resolve
+from rekindle.passes.fx_nodes import item_path
 from rekindle.rewriting import multi_tensor
 from rekindle.torch_internals import OpOverload
 from rekindle.tracing import operators, rng
@@ -300,16 +301,6 @@ class _Rewriter:
     def _add(self, node: fx.Node, call: Call) -> None:
         self.rewritten.nodes.append(node)
         self.rewritten.calls[node] = call
-
-
-def item_path(node: fx.Node) -> tuple[fx.Node, tuple[Any, ...]]:
-    """The call that a node is a result of, and the `getitem` indices that lead to it."""
-    indices: tuple[Any, ...] = ()
-    while node.target is operator.getitem:
-        source, index = node.args
-        assert isinstance(source, fx.Node)
-        node, indices = source, (index, *indices)
-    return node, indices
 
 
 def last_uses(nodes: Sequence[fx.Node], kept: set[fx.Node]) -> dict[fx.Node, list[fx.Node]]:

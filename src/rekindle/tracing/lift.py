@@ -8,8 +8,8 @@ from collections.abc import Iterable
 
 from torch import fx
 
-from rekindle.core.graph.graph import Op, Phase, Role, StepGraph, Storage, Value
-from rekindle.core.graph.roles import assign_roles
+from rekindle.core.graph.graph import Op, Phase, Role, StepGraph
+from rekindle.passes.graph_builder import GraphBuilder
 from rekindle.torch_internals import OpOverload
 from rekindle.tracing import operators
 from rekindle.tracing.tape import Call, EntryKind, OptimizerCall, Recording, run_optimizer
@@ -30,17 +30,17 @@ def lift(recording: Recording) -> StepGraph:
     return _Lift(recording).graph()
 
 
-class _Lift:
+class _Lift(GraphBuilder):
     def __init__(self, recording: Recording) -> None:
+        super().__init__()
         self.recording = recording
         self.tape = recording.tape
-        self.values: list[Value] = []
-        self.value_of: dict[fx.Node, int] = {}
-        self.ops: list[Op] = []
 
     def graph(self) -> StepGraph:
+        for storage in self.tape.storages:
+            self.add_storage(storage.nbytes, storage.device)
         for entry in self.tape.entries:
-            self._add_value(entry.node, None)
+            self._add_value(entry.node, None, _ROLE[entry.kind])
         phases = dict(zip((c.node for c in self.tape.calls), _phases(self.tape.calls), strict=True))
         calls = {call.node: call for call in self.tape.calls}
         opaque = {call.node: call for call in self.tape.optimizer_calls if call.is_opaque}
@@ -49,15 +49,6 @@ class _Lift:
                 self._add_op(calls[node], phases[node])
             elif node in opaque:
                 self._add_opaque_optimizer(opaque[node])
-        outputs = self._indices(self.recording.outputs)
-        roles = assign_roles(
-            len(self.tape.storages),
-            self.ops,
-            self.values,
-            known={self._storage(e.node): _ROLE[e.kind] for e in self.tape.entries},
-            grads={self._storage(g) for c in self.tape.optimizer_calls for g in c.grads},
-            outputs={self.values[value].storage for value in outputs},
-        )
         serials = [call.serial for call in self.tape.calls]
         touched = {value.storage for value in self.values}  # calls may have been dropped
         held = {
@@ -65,21 +56,15 @@ class _Lift:
             for storage, last in self.tape.held_until.items()
             if storage in touched
         }
-        storages = tuple(
-            Storage(index, meta.nbytes, role, str(meta.device), held.get(index, -1))
-            for index, (meta, role) in enumerate(zip(self.tape.storages, roles, strict=True))
-        )
-        return StepGraph(tuple(self.ops), tuple(self.values), storages, outputs)
+        grads = {self._storage(g) for c in self.tape.optimizer_calls for g in c.grads}
+        return self.build(self._indices(self.recording.outputs), grads, held)
 
     def _storage(self, node: fx.Node) -> int:
         return self.tape.metas[node].storage
 
-    def _add_value(self, node: fx.Node, producer: int | None) -> int:
+    def _add_value(self, node: fx.Node, producer: int | None, role: Role | None = None) -> int:
         meta = self.tape.metas[node]
-        index = self.value_of[node] = len(self.values)
-        dtype = str(meta.dtype).removeprefix("torch.")
-        self.values.append(Value(index, node.name, meta.storage, meta.shape, dtype, producer))
-        return index
+        return self.add_value(node, meta.storage, meta.shape, meta.dtype, producer, role)
 
     def _indices(self, nodes: Iterable[fx.Node]) -> tuple[int, ...]:
         return tuple(dict.fromkeys(self.value_of[node] for node in nodes))

@@ -19,7 +19,7 @@ from rekindle.core.memory.allocator_steering import REST_BYTES, Blocks, rounded
 from rekindle.core.memory.layout import layout
 from rekindle.engines.cudagraph.graph_parts import StepPart
 from rekindle.engines.program import Program
-from rekindle.rewriting.apply_schedule import item_path
+from rekindle.passes.fx_nodes import item_path
 
 # cuBLAS allocates a workspace when it is first used on a stream, and keeps it.
 _MATMULS = frozenset(

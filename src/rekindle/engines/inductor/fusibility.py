@@ -7,18 +7,10 @@ from typing import Any
 import torch
 
 from rekindle.engines.inductor import decompositions
-from rekindle.torch_internals import OpOverload
+from rekindle.passes.fusible_ops import is_elementwise, is_reduction
 
 aten = torch.ops.aten
 
-_COPIES = frozenset((aten._to_copy.default, aten.clone.default))
-_MAKERS = frozenset(
-    (
-        *(aten.full.default, aten.full_like.default, aten.arange.default, aten.arange.start),
-        *(aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default),
-        *(aten.ones.default, aten.ones_like.default, aten.new_ones.default),
-    )
-)
 _OTHERS = frozenset(
     (
         *(aten.native_layer_norm.default, aten.native_layer_norm_backward.default),
@@ -60,14 +52,10 @@ _SIMPLE_HALVES = frozenset(
 
 def is_simple(target: Any) -> bool:
     """Whether each element of the result follows from one element of each argument, or of none."""
-    if isinstance(target, OpOverload):
-        return torch.Tag.pointwise in target.tags or target in _COPIES or target in _MAKERS
-    return target in _SIMPLE_HALVES
+    return is_elementwise(target) or target in _SIMPLE_HALVES
 
 
 def is_fusible(target: Any) -> bool:
     """Whether the compiler can make it one kernel with its neighbours."""
-    if is_simple(target) or target in _OTHER_HALVES:
-        return True
-    is_reduction = isinstance(target, OpOverload) and torch.Tag.reduction in target.tags
-    return is_reduction or target in _OTHERS
+    is_other = target in _OTHER_HALVES or target in _OTHERS
+    return is_simple(target) or is_other or is_reduction(target)

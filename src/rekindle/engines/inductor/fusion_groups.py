@@ -29,13 +29,13 @@ from rekindle.engines.inductor.fusibility import is_simple
 from rekindle.engines.inductor.group_compiler import GroupCompiler
 from rekindle.engines.inductor.recording_builder import RecordingBuilder
 from rekindle.engines.strides import contiguous_stride
+from rekindle.passes.fx_nodes import RESHAPES
 from rekindle.rewriting.multi_tensor import cast
 from rekindle.torch_internals import OpOverload
 from rekindle.tracing.tape import Call, EntryKind, OptimizerCall, Recording
 
 aten = torch.ops.aten
 
-_RESHAPES = (aten.view.default, aten._unsafe_view.default)
 _MAX_MEMBERS = 64
 _MAX_READ_RATIO = 6  # bytes that a group reads, to those of its largest tensor
 _SMALL_PARAM_BYTES = 1 << 16
@@ -393,7 +393,7 @@ class _ElementwisePath:
     def _keeps_positions(self, node: fx.Node, args: list[fx.Node]) -> bool:
         """True if a call keeps elements at their positions, or pads or slices rows at their end."""
         call = self._step.maker[node].node
-        if call.target in _RESHAPES:
+        if call.target in RESHAPES:
             return True
         if call.target is aten.slice.Tensor:
             return _slices_rows_from_start(call, len(self._shape(node)))

@@ -20,16 +20,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from rekindle.engines.inductor.matmul_padding import PaddingOptions, is_large, missing
 from rekindle.engines.inductor.recording_builder import RecordingBuilder, is_view
 from rekindle.engines.inductor.rewriter import Rewriter
 from rekindle.engines.strides import contiguous_stride
+from rekindle.passes.fx_nodes import RESHAPES
+from rekindle.passes.matmul_padding import PaddingOptions, is_large, missing
 from rekindle.tracing.tape import Call
 
 aten = torch.ops.aten
 
 CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
-_RESHAPES = (aten.view.default, aten._unsafe_view.default)
 _MATMULS = (aten.mm.default, aten.addmm.default)
 
 # The positions of queries, keys and values among an operator's arguments.
@@ -118,7 +118,7 @@ class GpuLayouts:
     def _matmul_behind(self, node: fx.Node) -> fx.Node | None:
         """The new matmul that a recorded node holds the result of, perhaps reshaped."""
         call = self.analysis.maker.get(node)
-        while call is not None and call.node.target in _RESHAPES and len(call.node.users) == 1:
+        while call is not None and call.node.target in RESHAPES and len(call.node.users) == 1:
             call = self.analysis.maker.get(call.node.all_input_nodes[0])
         if call is None or call.node.target is not aten.mm.default or len(call.node.users) > 1:
             return None

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rekindle.rewriting.apply_schedule import item_path
+from rekindle.passes.fx_nodes import item_path
 from rekindle.torch_internals import FakeTensor, FakeTensorMode, OpOverload
 from rekindle.tracing import fake_overrides, operators, rng
 from rekindle.tracing.tape import Call, Entry, Meta, OptimizerCall, Recording, StorageMeta, Tape

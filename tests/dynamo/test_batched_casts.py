@@ -14,9 +14,9 @@ from torch._higher_order_ops import _foreach_map
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rekindle import dynamo
-from rekindle.dynamo import foreach_casts, post_grad_passes
-from rekindle.dynamo.fusion import Kind, kind_of, never_again
-from rekindle.dynamo.joint_graph import outputs_of
+from rekindle.dynamo.fusion import NodeKind, changed_state, node_kind, outputs_of
+from rekindle.dynamo.post_grad_passes import PostGradOptions, PostGradPasses, batch_casts
+from rekindle.dynamo.session import CompileOptions
 
 aten = torch.ops.aten
 CAST = torch.ops.prims.convert_element_type.default
@@ -74,7 +74,7 @@ def apart(graph: fx.Graph) -> int:
 
 def test_weights_before_the_first_is_read() -> None:
     module = weights_of([(4, 4), (8,), (2, 3)], kept={0, 1, 2})
-    foreach_casts.cast_together(module.graph)
+    batch_casts(module.graph, PostGradOptions())
     module.graph.lint()
     assert order(module.graph) == [_foreach_map, *[aten.sin.default] * 3]
     given = [torch.randn(4, 4), torch.randn(8), torch.randn(2, 3)]
@@ -88,17 +88,17 @@ def test_weights_before_the_first_is_read() -> None:
 
 def test_what_does_not_stay_is_cast_where_it_is_read() -> None:
     module = weights_of([(4, 4), (256, 256), (2, 3)], kept={0, 2})
-    foreach_casts.cast_together(module.graph)
+    batch_casts(module.graph, PostGradOptions())
     sin = aten.sin.default
     assert order(module.graph) == [_foreach_map, sin, CAST, sin, sin]
     module = weights_of([(4, 4), (8,), (2, 3)], kept=set())  # unless it is small
-    foreach_casts.cast_together(module.graph)
+    batch_casts(module.graph, PostGradOptions())
     assert order(module.graph) == [_foreach_map, sin, sin, sin]
 
 
 def test_gradients_after_the_last_is_there() -> None:
     module = gradients_of(4)
-    foreach_casts.cast_together(module.graph)
+    batch_casts(module.graph, PostGradOptions())
     module.graph.lint()
     mm = aten.mm.default
     assert order(module.graph) == [mm, CAST, mm, mm, mm, _foreach_map, aten.sin.default]
@@ -107,16 +107,14 @@ def test_gradients_after_the_last_is_there() -> None:
     assert all(torch.equal(each, (a @ a).float()) for each in module(a)[1:])
 
 
-def test_groups_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_are_small() -> None:
     module = weights_of([(256,)] * 6 + [(4096,)], kept=set(range(7)))
-    monkeypatch.setattr(foreach_casts, "_MOST_BYTES", 4 * 256 * 4)
-    foreach_casts.cast_together(module.graph)
+    batch_casts(module.graph, PostGradOptions(cast_batch_max_bytes=4 * 256 * 4))
     assert done_together(module.graph) == [4, 2]
     assert apart(module.graph) == 1  # larger than a group
 
     module = weights_of([(4,)] * 7, kept=set(range(7)))
-    monkeypatch.setattr(foreach_casts, "_MOST_TENSORS", 3)
-    foreach_casts.cast_together(module.graph)
+    batch_casts(module.graph, PostGradOptions(cast_batch_max_tensors=3))
     assert done_together(module.graph) == [3, 3]
     assert apart(module.graph) == 1  # left over
 
@@ -137,9 +135,11 @@ class Small(nn.Module):
         return self.last(found.mean((2, 3)))
 
 
-def trained(model: nn.Module, batch: torch.Tensor) -> dict[str, torch.Tensor]:
+def trained(model: nn.Module, batch: torch.Tensor, **options: Any) -> dict[str, torch.Tensor]:
+    compiled = dynamo.compile(model, budget="100%", options=FRESH)
+    compiled.session.tuning = CompileOptions(post_grad=PostGradOptions(**options))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = dynamo.compile(model, budget="100%", options=FRESH)(batch)
+        out = compiled(batch)
     loss = out.float().square().mean()
     loss.backward()
     named = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -149,15 +149,16 @@ def trained(model: nn.Module, batch: torch.Tensor) -> dict[str, torch.Tensor]:
 def test_a_model_gets_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     counts: list[tuple[list[int], int]] = []
 
-    def count(graph: fx.Graph) -> None:
-        foreach_casts.cast_together(graph)
+    change = PostGradPasses.__call__
+
+    def count(self: PostGradPasses, graph: fx.Graph) -> None:
+        change(self, graph)
         counts.append((done_together(graph), apart(graph)))
 
     model, batch = Small(), torch.randn(2, 3, 16, 16)
-    monkeypatch.setattr(post_grad_passes, "cast_together", lambda graph: None)
-    expected = trained(deepcopy(model), batch)
+    expected = trained(deepcopy(model), batch, batches_casts=False)
     torch.compiler.reset()
-    monkeypatch.setattr(post_grad_passes, "cast_together", count)
+    monkeypatch.setattr(PostGradPasses, "__call__", count)
     found = trained(model, batch)
     assert len(found) == 7
     assert differences(expected, found) == []
@@ -184,6 +185,6 @@ def test_casts_for_convolutions_are_not_done_again(device: str) -> None:
         call.meta["val"] = torch.empty(2, 4, 6, 6, device=device, dtype=torch.bfloat16)
         graph.output((call, again))
     expected = "layout" if device == "cuda" else None
-    assert [never_again(node) for node in half] == [expected] * 2
-    assert never_again(again) is None
-    assert (kind_of(half[0], fuses=True) is Kind.OPAQUE) == (device == "cuda")
+    assert [changed_state(node) for node in half] == [expected] * 2
+    assert changed_state(again) is None
+    assert (node_kind(half[0]) is NodeKind.OPAQUE) == (device == "cuda")

@@ -1,0 +1,1 @@
+"""FX helpers and facts about operators that tracing, the engines and `rekindle.compile` share."""
