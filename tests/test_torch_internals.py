@@ -70,6 +70,15 @@ def test_every_compiler_name_exists() -> None:
         _ = torch_internals.nothing
 
 
+def test_every_name_that_is_imported_exists() -> None:
+    """mypy does not see it: names of the compiler are looked up when they are first used."""
+    for path in sorted(SRC.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module == "rekindle.torch_internals":
+                for alias in node.names:
+                    assert hasattr(torch_internals, alias.name), f"{path.name}: {alias.name}"
+
+
 @pytest.mark.parametrize("version", ["2.10.1", "1.13.0+cu117"])
 def test_an_old_torch_is_refused(version: str) -> None:
     with pytest.raises(ImportError, match=f"2.11 or newer, and this is torch {version[:4]}"):

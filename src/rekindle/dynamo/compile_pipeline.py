@@ -30,7 +30,7 @@ from rekindle.dynamo.unused_tangents import compile_backward, unused_tangents
 from rekindle.errors import InfeasibleBudget, RekindleError
 from rekindle.passes.matmul_padding import pad_matmuls
 from rekindle.planners.registry import find_planner
-from rekindle.torch_internals import min_cut_rematerialization_partition
+from rekindle.torch_internals import min_cut_partition
 from rekindle.units import format_bytes
 
 log = logging.getLogger("rekindle")
@@ -162,7 +162,7 @@ def plan_within_share(step: StepGraph, share: BudgetShare, key: Key, session: Se
 
 def _partition_without_budget(given: JointInputs) -> aot.Modules:
     log.warning("a graph passes random state as values: torch partitions it, without a budget")
-    modules: aot.Modules = min_cut_rematerialization_partition(
+    modules: aot.Modules = min_cut_partition(
         given.module,
         given.inputs,
         num_fwd_outputs=given.n_outputs,
