@@ -885,7 +885,7 @@ class Scaled(nn.Module):
 
 
 def test_the_check_sees_an_update_before_the_last_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(improve, "_MOST_UPDATES", 1000)  # each parameter has its own
+    monkeypatch.setattr(improve, "MAX_UPDATES", 1000)  # each parameter has its own
     assert_early(making(adam, model=Scaled))
     forms = forms_of(making(adam, model=Scaled)())
     assert forms.early is not None

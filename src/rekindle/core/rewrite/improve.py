@@ -19,7 +19,7 @@ from rekindle.core.cost.profile import OpCost, Profile
 from rekindle.core.graph.graph import Op, OpKind, Phase, Role, StepGraph, Storage
 from rekindle.core.graph.liveness import analyze
 
-_MAX_UPDATES = 16  # optimizer calls per step: each costs a few launches
+MAX_UPDATES = 16  # optimizer calls per step: each costs a few launches
 _FIXED_WORKSPACE_BYTES = 64  # part of an optimizer's workspace that does not grow with parameters
 _MAX_FOREACH_GROUPS = 16  # per kind of op: in smaller groups, results wait for less time
 _MIN_FOREACH_BYTES = 1 << 20  # a group may always make this much
@@ -190,7 +190,7 @@ def update_early(
     after = _places(graph, updates, gone)
     order = sorted(range(len(updates)), key=lambda i: after[i])
     sizes = [graph.storages[graph.values[u.grad].storage].nbytes for u in updates]
-    batch_bytes = sum(sizes) / (_MAX_UPDATES - 1)  # the last batch is the remainder
+    batch_bytes = sum(sizes) / (MAX_UPDATES - 1)  # the last batch is the remainder
     groups: dict[int, list[Update]] = {}  # by the op after which they come
     waiting: list[int] = []
     for index in order:
