@@ -143,14 +143,14 @@ def planned(
     for _ in range(3):
         step(parts[3])
     torch.cuda.synchronize()
-    runs = step.captured.first.engine
+    runs = step.engine_info
     reserved = torch.cuda.memory_reserved()
     found = measure(lambda: step(parts[3]), device=DEVICE, steps=8, warmup=1)
-    peak = max(found.peak_bytes, runs.peak_bytes)
+    peak = max(found.peak_bytes, runs.graphs_peak_bytes)
     row = {
         "way": "planned",
         "engine": engine,
-        "reason": getattr(runs, "reason", "no graphs"),
+        "reason": runs.reason,
         "budget_bytes": step.budget_bytes,
         "holds": within is None or peak <= within,
         "optimize_s": round(seconds, 2),

@@ -138,14 +138,19 @@ def check_near_the_plain_step(name: str, rtol: float) -> None:
     assert numbers["result 9"] < numbers["result 0"]
 
 
+def compiled_groups(step: rekindle.TrainStep) -> set[CompiledGroup]:
+    """The distinct compiled groups that a step calls."""
+    targets = (call.node.target for call in step.captured.recording.tape.calls)
+    return {target for target in targets if isinstance(target, CompiledGroup)}
+
+
 def check_forms(name: str) -> None:
     """Each result has its own memory, and the shape, strides and dtype of the fake tensor."""
     step = trained(name).step
     assert step is not None
-    fusing = step.captured._engines._compiler
-    assert fusing is not None
-    assert fusing.functions
-    for function in fusing.functions:
+    functions = compiled_groups(step)
+    assert len(functions) == step.engine_info.n_compiled > 0
+    for function in functions:
         given = [group_compiler.empty_tensor(spec).zero_() for spec in function.specs]
         made = function(*given)
         with FakeTensorMode():
@@ -315,8 +320,8 @@ from engines import test_inductor
 from torch._dynamo.utils import counters
 found = test_inductor.trained("layers")
 results = [found.state[f"result {i}"].item().hex() for i in range(3)]
-functions = found.step.captured._engines._compiler.functions
-print(json.dumps([results, len(functions), dict(counters["inductor"])]))
+n_functions = found.step.engine_info.n_compiled
+print(json.dumps([results, n_functions, dict(counters["inductor"])]))
 """
 
 

@@ -76,9 +76,10 @@ class Watched:
 
     def check_graphs(self) -> None:
         """It did run from graphs."""
-        assert self.engine.reason == ""
-        assert self.engine._capture is not None
-        assert self.engine._capture.parts
+        assert self.step is not None
+        info = self.step.engine_info
+        assert (info.name, info.reason) == ("cudagraph", "")
+        assert info.n_graphs > 0
 
 
 class DropAll(Watched):
@@ -187,7 +188,7 @@ def test_optimizers_beside_the_graph_with_changing_learning_rates(options: dict[
     watched = Watched()
     assert compare(scheduled(**options), watched, steps=6).differences == ()
     watched.check_graphs()
-    assert not watched.engine._has_optimizer
+    assert not watched.engine.info.has_optimizer_graph
 
 
 @pytest.mark.parametrize("kind", ["tensor", "number"])
@@ -211,7 +212,7 @@ def test_an_optimizer_in_the_graph(kind: str, caplog: pytest.LogCaptureFixture) 
                     train_step(model, optimizer, batch)
                 if made and index == 3:
                     watched.check_graphs()
-                    assert watched.engine._has_optimizer
+                    assert watched.engine.info.has_optimizer_graph
                 if index >= 4:
                     for group in optimizer.param_groups:
                         if kind == "tensor":
@@ -221,7 +222,7 @@ def test_an_optimizer_in_the_graph(kind: str, caplog: pytest.LogCaptureFixture) 
         ends.append([p.detach().clone() for p in model.parameters()])
         if made:
             watched.check_graphs()
-            assert watched.engine._has_optimizer is (kind == "tensor")
+            assert watched.engine.info.has_optimizer_graph is (kind == "tensor")
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
 
 

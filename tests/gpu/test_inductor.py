@@ -11,7 +11,7 @@ import torch
 
 import rekindle
 from rekindle import models
-from rekindle.engines.cudagraph.graph_engine import CudaGraphEngine
+from rekindle.engines.inductor.group_compiler import CompiledGroup
 from rekindle.measuring.bitwise_compare import State, differences, state_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -50,11 +50,10 @@ def test_a_plan_changes_no_bit(name: str, batch: int, budget: str) -> None:
         plain["result 0"] == planned["result 0"]
     )  # later ones depend on nondeterministic gradients
     assert differences(plain, planned) == []
-    engine = planned_step.captured.first.engine
-    assert isinstance(engine, CudaGraphEngine)
-    assert not engine.reason
+    info = planned_step.engine_info
+    assert (info.name, info.reason) == ("cudagraph", "")
     assert planned_step.budget_bytes is not None
-    assert engine.peak_bytes <= planned_step.budget_bytes
+    assert info.graphs_peak_bytes <= planned_step.budget_bytes
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -62,11 +61,11 @@ def test_reserved_memory_is_what_was_planned() -> None:
     """Although ops make several tensors of one size: code asks for them in the order found."""
     torch.cuda.empty_cache()
     step, _ = trained("gpt2", 4)
-    engine = step.captured.first.engine
-    assert isinstance(engine, CudaGraphEngine)
-    fusing = step.captured._engines._compiler
-    assert fusing is not None
-    assert any(len(function.order) > 1 for function in fusing.functions)
+    info = step.engine_info
+    assert info.name == "cudagraph"
+    targets = (call.node.target for call in step.captured.recording.tape.calls)
+    groups = [target for target in targets if isinstance(target, CompiledGroup)]
+    assert any(len(group.order) > 1 for group in groups)
     gc.collect()
     torch.cuda.empty_cache()
-    assert torch.cuda.memory_reserved() <= 1.05 * engine.peak_bytes + (64 << 20)
+    assert torch.cuda.memory_reserved() <= 1.05 * info.graphs_peak_bytes + (64 << 20)
