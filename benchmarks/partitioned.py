@@ -2,16 +2,15 @@
 
     python benchmarks/partitioned.py --out FILE [--case NAME] [--peaks FILE] [--kernels FOLDER]
 
-Every way of every case has a process of its own. All ways of a case are compiled at the same time,
-as that takes long and no GPU; their first steps, in which kernels are tuned, take turns, a few at a
-time. Then they are measured one after the other, several times, every second time in reverse order,
-while all others wait: so if the machine gets slower or faster, it does so for all. What ran out of
-memory while all were there is tried again alone.
+Every way of every case runs in its own process. All ways of a case compile at the same time, which
+is slow and needs no GPU; their first steps, in which kernels are tuned, take turns, a few at a
+time. Then they are measured one after the other in several rounds, every second one in reverse
+order, while the others wait, so that drifts of the machine affect all alike. A way that ran out of
+memory next to the others is measured again alone.
 
-Budgets of Rekindle are shares of the peak that `torch.compile` is found to have, or was found to
-have in an earlier result, given with `--peaks`, which saves waiting for it. What partitioning takes
-is in `partition_s`. With `--kernels`, the kernels of both compilers that took the most time are
-written to a folder, and `kernels_us` is what all of them took.
+Rekindle's budgets are shares of the peak of `torch.compile`, measured first or taken from an
+earlier result (`--peaks`). `partition_s` is the time of partitioning. With `--kernels`, the slowest
+kernels of both compilers are written to a folder, and `kernels_us` is the time of all kernels.
 """
 
 from __future__ import annotations
@@ -93,7 +92,7 @@ def run_way(name: str, way: str, budget_bytes: int | None, kernels: Path | None)
 
 
 class Turn:
-    """One of a few turns on the GPU: one may be had by as many processes as there are files."""
+    """One of a few turns on the GPU: a lock on one of several files."""
 
     def __init__(self) -> None:
         self._files = [Path(each).open("w") for each in os.environ["TURNS"].split(":")]  # noqa: SIM115
@@ -110,7 +109,7 @@ class Turn:
             time.sleep(0.1)
 
     def leave(self, *_: Any) -> None:
-        """Let others have it, and what memory is free."""
+        """Release the turn and unused memory."""
         if self._mine is not None:
             settle()
             fcntl.flock(self._mine, fcntl.LOCK_UN)
@@ -171,7 +170,7 @@ class Way:
         self._answers: list[dict[str, Any]] = []
 
     def wait(self) -> None:
-        """Until it is compiled and tuned."""
+        """Wait until the model is compiled and tuned."""
         self._listen()
 
     def measure(self) -> None:
@@ -183,7 +182,7 @@ class Way:
             self._listen()
 
     def end(self) -> None:
-        """It is not needed any more."""
+        """Kill the process."""
         self._process.kill()
         self._process.wait()
 
@@ -197,7 +196,7 @@ class Way:
 
     @property
     def row(self) -> dict[str, Any]:
-        """What was found: the samples of all rounds, and the largest peak."""
+        """The samples of all rounds, and the largest peak."""
         rows = [each for each in self._answers if "peak_bytes" in each]
         if not rows or self._process.poll():
             self._errors.seek(0)

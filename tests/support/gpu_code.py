@@ -1,11 +1,11 @@
-"""The code that Inductor writes for a GPU, on a machine that has none, and the memory it takes.
+"""The peak memory of the code that Inductor generates for a GPU, on a machine without one.
 
-A program, since it makes torch believe that there is an H200. A model of the zoo is compiled under
-budgets. Its joint graph, which is of the CPU, is moved to the GPU before it is planned; attention,
-which is another operator there, is stood in for by one that is not computed. The code of both
-passes is then run with tensors that are only counted. Prints one line of JSON a budget.
+A program of its own, since it makes torch believe in an H200. A model of the zoo is compiled under
+budgets. Its joint graph is moved from the CPU to the GPU before it is planned; attention, another
+operator there, is replaced by a stub. The generated code of both passes is then run on tensors
+without data, whose bytes are counted. Prints one line of JSON per budget.
 
-With `--kernels`, Triton compiles what was written, as it would for that GPU.
+With `--kernels`, Triton compiles the generated kernels for that GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch._functorch.config
-import torch._inductor.utils  # so that all that asks for Triton is there to be told
+import torch._inductor.utils  # imported first: `pretend` patches all users of Triton
 import torch.utils._triton
 from torch import fx
 from torch._dynamo import device_interface
@@ -67,7 +67,7 @@ class Nowhere:
 
 
 def pretend() -> None:
-    """Make torch and Inductor believe that there is a GPU, as far as writing code for it goes."""
+    """Make torch and Inductor generate code for a GPU that does not exist."""
     known = {
         "get_device_properties": lambda *_: H200,
         "get_device_capability": lambda *_: (9, 0),
@@ -102,7 +102,7 @@ def pretend() -> None:
 
 
 def _layout_of(x: torch.Tensor, weight: torch.Tensor, _: Any) -> torch.memory_format:
-    """The layout that cuDNN's convolutions return: that of what they read."""
+    """The memory format of cuDNN's results: that of their inputs."""
     turned = [t for t in (x, weight) if t.dim() == 4 and not t.is_contiguous()]
     is_last = any(t.is_contiguous(memory_format=torch.channels_last) for t in turned)
     return torch.channels_last if is_last else torch.contiguous_format
@@ -122,7 +122,7 @@ def attention(
     attn_mask: torch.Tensor | None = None,
     scale: float | None = None,
 ) -> Found:
-    """Takes and returns what the CPU's fused attention does."""
+    """A stub with the signature of the CPU's fused attention."""
     raise NotImplementedError
 
 
@@ -139,7 +139,7 @@ def attention_backward(
     attn_mask: torch.Tensor | None = None,
     scale: float | None = None,
 ) -> Gradients:
-    """Its gradients."""
+    """A stub for its gradients."""
     raise NotImplementedError
 
 
@@ -166,7 +166,7 @@ STAND_INS = {
 
 
 def on_gpu(val: Any) -> Any:
-    """What stands for a tensor, or several, on the GPU."""
+    """A fake tensor like this one, on the GPU."""
     if not isinstance(val, torch.Tensor) or val.device.type == "cuda":
         return val
     with val.fake_mode:  # type: ignore[attr-defined]
@@ -174,7 +174,7 @@ def on_gpu(val: Any) -> Any:
 
 
 def move(graph: fx.Graph) -> None:
-    """Change a graph of the CPU into one of the GPU."""
+    """Move a graph from the CPU to the GPU."""
     for node in graph.nodes:
         node.target = STAND_INS.get(node.target, node.target)
         if "val" in node.meta:
@@ -187,11 +187,11 @@ def move(graph: fx.Graph) -> None:
 
 
 class Written(BaseException):
-    """The code of both passes is there: nothing is to be run."""
+    """Raised once the code of a pass is generated: it is not to be run."""
 
 
 class Writer:
-    """Compiles as Inductor does, until the code is written."""
+    """Runs Inductor up to the generated code."""
 
     def __init__(self) -> None:
         self.codes: list[str] = []
@@ -231,7 +231,7 @@ class Writer:
             raise Written
         context = TracingContext.get()
         assert context.output_strides is not None
-        context.output_strides.extend(self.strides)  # the backward pass reads tensors that lie so
+        context.output_strides.extend(self.strides)  # for the backward pass, which reads them
         return boxed_nop(module, list(inputs))
 
 
@@ -241,13 +241,13 @@ def _strides(out: Any) -> tuple[int, ...] | None:
 
 
 class Memory:
-    """Bytes that are there now, and the most there were."""
+    """Bytes allocated now, and their peak."""
 
     now = peak = 0
 
 
 class Block:
-    """Memory that is counted as long as anything refers to it."""
+    """An allocation, counted while anything refers to it."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = -(-nbytes // 512) * 512
@@ -259,7 +259,7 @@ class Block:
 
 
 class Counted:
-    """A tensor without numbers: where it lies is `meta`'s, what it takes is its block's."""
+    """A tensor without data: `meta` has its layout, `block` its memory."""
 
     def __init__(self, meta: torch.Tensor, block: Block | None = None) -> None:
         self.meta = meta
@@ -273,7 +273,7 @@ class Counted:
         return Counted(self.meta[index], self.block)
 
     def view(self, *shape: int) -> Counted:
-        """The same memory, otherwise."""
+        """A view of the same memory."""
         return Counted(self.meta.view(*shape), self.block)
 
     def sum(self, dim: int) -> Counted:
@@ -286,7 +286,7 @@ def strided(shape: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 class Called:
-    """An operator that generated code calls: run without numbers."""
+    """An operator that generated code calls, run on meta tensors."""
 
     def __init__(self, op: Any) -> None:
         self.op = op
@@ -308,7 +308,7 @@ class Called:
 
 
 def callable_of(code: str) -> tuple[Any, list[str], int]:
-    """A pass as a function, the names of its arguments, and how many kernels it starts."""
+    """A pass as a function, the names of its arguments, and the number of its kernel launches."""
     start = code.index("    def call(self, args):")
     body = code[start : code.index("\nrunner = Runner", start)]
     kernels = re.findall(r"(\w+)\.run\(", body)
@@ -341,7 +341,7 @@ def _is_dtype(value: object) -> bool:
 
 
 def tensors_of(code: str, names: Sequence[str]) -> list[Any]:
-    """The arguments of a pass; they are written down where the code could be timed."""
+    """The arguments of a pass, from the benchmark code that Inductor generates with it."""
     pattern = (
         r"^    (\w+) = rand_strided\((\(.*?\)), (\(.*?\)), device='[^']*', dtype=torch\.(\w+)\)"
     )
@@ -353,9 +353,9 @@ def tensors_of(code: str, names: Sequence[str]) -> list[Any]:
 
 
 def run(codes: Sequence[str], n_outputs: int) -> dict[str, int]:
-    """The most that both passes take beside what is there before, and the kernels they start.
+    """The peak of both passes over what was allocated before, and their kernel launches.
 
-    The outputs of the forward pass are let go of before the backward pass.
+    The outputs of the forward pass are released before the backward pass.
     """
     (forward, names, n_forward), (backward, late_names, n_backward) = map(callable_of, codes)
     nothing = Block(0)
@@ -363,7 +363,7 @@ def run(codes: Sequence[str], n_outputs: int) -> dict[str, int]:
     there = tensors_of(codes[0], names)
     found = forward([each if each is None else Counted(each, nothing) for each in there])
     handed = list(found[n_outputs:])
-    del found  # as all that a pass is handed, it goes when the pass no longer needs it
+    del found  # a pass frees its arguments after their last use
     tangents = tensors_of(codes[1], late_names)[len(handed) :]
     handed += [each if each is None else Counted(each) for each in tangents]
     backward(handed)
@@ -371,7 +371,7 @@ def run(codes: Sequence[str], n_outputs: int) -> dict[str, int]:
 
 
 def compile_kernels(codes: Sequence[str]) -> int:
-    """Have Triton compile all kernels of the code; returns how many there are."""
+    """Compile all kernels of the code with Triton; returns their number."""
     triton_helpers.set_driver_to_gpu = lambda: None
     written = r"^(\w+) = async_compile\.triton\('\w+', '''\n(.*?)\n'''"
     kernels = [each for code in codes for each in re.findall(written, code, re.S | re.M)]
@@ -389,7 +389,7 @@ def compile_kernels(codes: Sequence[str]) -> int:
 
 
 def without_dropout_in_attention(model: torch.nn.Module) -> None:
-    """With it, the CPU's attention is no fused operator."""
+    """Disable dropout in attention, with which the CPU has no fused operator."""
     for module in model.modules():
         names = ("attn_dropout", "dropout") if "Attention" in type(module).__name__ else ()
         for name in names:
@@ -398,7 +398,7 @@ def without_dropout_in_attention(model: torch.nn.Module) -> None:
 
 
 def main(name: str, batch: str, *shares: str, compiles: bool) -> None:
-    """Compile a model under each budget, and say what was planned and what the code takes."""
+    """Compile a model under each budget; print the forecast and the peak of the code."""
     pretend()
     writer = Writer()
     work = models.build(name, batch=int(batch), precision="bf16", device="cpu")

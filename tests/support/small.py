@@ -10,7 +10,7 @@ from torch import nn
 
 
 class Residual(nn.Module):
-    """Adds what a module makes of its input to the input."""
+    """Adds a module's output to its input."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def attention(dropout: float = 0.1) -> nn.Module:
 
 
 def batch_for(make: Callable[..., nn.Module], size: int = 32) -> torch.Tensor:
-    """A batch that a model of this module takes."""
+    """A batch for a model of this module."""
     generator = torch.Generator().manual_seed(3)
     shapes = {perceptron: (size * 8, 16), convolutions: (size, 3, 8, 8), attention: (size, 12, 16)}
     return torch.randn(shapes[make], generator=generator)
@@ -73,6 +73,6 @@ def step(model: Any, batch: torch.Tensor, loss: Any = None) -> dict[str, torch.T
 
 
 def differences(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
-    """The names of what is not the same, bit for bit."""
+    """The names of tensors that differ in any bit."""
     assert a.keys() == b.keys()
     return [name for name in a if not torch.equal(a[name], b[name])]
