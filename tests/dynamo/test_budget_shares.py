@@ -20,7 +20,7 @@ MAKERS = (perceptron, convolutions, attention)
 
 
 def _saved_bytes(model: dynamo.CompiledModel, batch: torch.Tensor) -> int:
-    """What autograd is handed to save in a step, beside parameters, buffers and the batch."""
+    """The bytes that autograd saves in a step, without parameters, buffers and the batch."""
     there = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers(), batch)}
     saved: dict[int, int] = {}
 

@@ -1,4 +1,4 @@
-"""A planned graph computes what the unplanned one does, bit for bit, whatever the plan."""
+"""A planned graph computes the bits of the unplanned one, under every plan."""
 
 from __future__ import annotations
 

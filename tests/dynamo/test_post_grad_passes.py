@@ -1,4 +1,4 @@
-"""Products that Inductor would put off, and counters that it would count one by one."""
+"""Matmuls that Inductor would delay, and counters that it would count one by one."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_others_stay(how: dict[str, Any]) -> None:
 
 
 class Tied(nn.Module):
-    """The first and the last layer are the same, and there are far more tokens than words."""
+    """A language model with tied weights and far more tokens than words."""
 
     def __init__(self) -> None:
         super().__init__()

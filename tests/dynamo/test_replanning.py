@@ -1,4 +1,4 @@
-"""The peak of a step on a GPU, told beside the forecast."""
+"""A model is recompiled after a step whose measured peak differs from the forecast."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def as_forecast(session: Session) -> int:
 def trained(
     monkeypatch: pytest.MonkeyPatch, peak: Peak, make: Any = perceptron, **how: Any
 ) -> tuple[Any, list[int], list[Any]]:
-    """Some steps on a GPU that is not there: the forecast peaks, and all gradients, after each.
+    """Some steps on an emulated GPU: the forecast peaks, and all gradients, after each.
 
     `peak` says what the watched step seems to have taken.
     """

@@ -1,4 +1,4 @@
-"""Gradients that nobody gives: left away where they are not given, and used where they are."""
+"""Tangents that are not given take no memory, and those that are given count."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[list[bool]]:
 
 @pytest.fixture
 def forms(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
-    """The gradients that are left away in each graph that is compiled."""
+    """The tangents that are left out of each compiled graph."""
     found: list[set[str]] = []
 
     def counted(module: fx.GraphModule, names: set[str]) -> fx.GraphModule:
