@@ -65,11 +65,6 @@ class PlannedGraph:
         """Forecast bytes and microseconds at every position of the planned graph."""
         return simulate(self.graph, self.profile, self.plan)
 
-    @property
-    def plain_trace(self) -> Trace:
-        """The same for the graph with nothing dropped."""
-        return simulate(self.graph, self.profile)
-
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>Rekindle: {count} compiled graphs</title>
