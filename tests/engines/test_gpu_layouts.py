@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rekindle.engines.inductor.decompose import decompose
 from rekindle.engines.inductor.gpu_layouts import ATTENTION_INPUTS, uncopied_view
-from rekindle.engines.inductor.recording_builder import RecordingBuilder
+from rekindle.engines.inductor.rewriter import RecordingBuilder
 from rekindle.tracing.tape import Recording
 
 aten = torch.ops.aten

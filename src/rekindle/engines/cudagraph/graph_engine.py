@@ -26,8 +26,12 @@ from torch import fx
 from rekindle.core.cost.profile import Profile
 from rekindle.core.graph.graph import StepGraph
 from rekindle.core.graph.schedule import Plan
-from rekindle.engines.cudagraph.allocation_requests import AllocationRequests
-from rekindle.engines.cudagraph.arena import CudaPool, MemoryMeter, SteeredCapture
+from rekindle.engines.cudagraph.arena import (
+    AllocationRequests,
+    CudaPool,
+    MemoryMeter,
+    SteeredCapture,
+)
 from rekindle.engines.cudagraph.graph_parts import StepPart, split_step
 from rekindle.engines.cudagraph.rng_twins import RngTwins, reset_after_failed_capture
 from rekindle.engines.engine import EngineInfo

@@ -22,10 +22,9 @@ import torch
 from torch import fx
 
 from rekindle.engines.inductor import decompositions
-from rekindle.engines.inductor.fusibility import is_fusible, is_simple
+from rekindle.engines.inductor.fusion_analysis import is_fusible, is_simple
 from rekindle.engines.inductor.gpu_layouts import CONVOLUTIONS, GpuLayouts
-from rekindle.engines.inductor.recording_builder import is_view
-from rekindle.engines.inductor.rewriter import Rewriter
+from rekindle.engines.inductor.rewriter import Rewriter, is_view
 from rekindle.passes.fx_nodes import item_path
 from rekindle.passes.matmul_padding import PaddingOptions
 from rekindle.torch_internals import OpOverload

@@ -23,11 +23,9 @@ from torch import fx
 
 from rekindle.core.rewrite.grouping import Groups
 from rekindle.engines.inductor import decompositions
-from rekindle.engines.inductor.always_recompute import AlwaysRecomputed
-from rekindle.engines.inductor.call_index import CallIndex
-from rekindle.engines.inductor.fusibility import is_simple
+from rekindle.engines.inductor.fusion_analysis import AlwaysRecomputed, CallIndex, is_simple
 from rekindle.engines.inductor.group_compiler import GroupCompiler
-from rekindle.engines.inductor.recording_builder import RecordingBuilder
+from rekindle.engines.inductor.rewriter import RecordingBuilder
 from rekindle.engines.strides import contiguous_stride
 from rekindle.passes.fx_nodes import RESHAPES
 from rekindle.rewriting.multi_tensor import cast

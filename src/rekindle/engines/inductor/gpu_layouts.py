@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from rekindle.engines.inductor.recording_builder import RecordingBuilder, is_view
-from rekindle.engines.inductor.rewriter import Rewriter
+from rekindle.engines.inductor.rewriter import RecordingBuilder, Rewriter, is_view
 from rekindle.engines.strides import contiguous_stride
 from rekindle.passes.fx_nodes import RESHAPES
 from rekindle.passes.matmul_padding import PaddingOptions, is_large, missing
