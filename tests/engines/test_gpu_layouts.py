@@ -108,7 +108,7 @@ def place_of(make: Any) -> Any:
             break
         build.keep(call)
     place = uncopied_view(build, build.node_map[call.node.all_input_nodes[0]])
-    return place and (place.shape, place.stride, place.offset)
+    return place and place[1:]
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,7 @@
 """Applies a schedule to a recorded step: adds recomputed calls and frees.
 
-The result is a new FX graph in the schedule's order. A recomputed call, or copy, repeats a recorded
-one on the copies of its arguments that are live there. A copy of a random op restores the generator
-state that the op started from and so draws the same numbers; no copy writes to state.
+A recomputed call, or copy, repeats a recorded one on the copies of its arguments that are live
+there. It draws the same random numbers, and writes to no state (docs/decisions/018).
 """
 
 from __future__ import annotations
@@ -54,14 +53,14 @@ def as_recorded(recording: Recording) -> RewrittenStep:
         for node in tape.graph.nodes
         if node.op == "call_function" and item_path(node)[0] not in in_optimizer
     ]
-    entered = {entry.node for entry in tape.entries}
+    kept = {*recording.outputs, *(entry.node for entry in tape.entries)}
     return RewrittenStep(
         tape.graph,
         nodes,
-        frees=last_uses(nodes, entered.union(recording.outputs)),
+        frees=last_uses(nodes, kept),
         calls={call.node: call for call in tape.calls},
         optimizer_calls={call.node: call for call in tape.optimizer_calls},
-        node_map={node: node for node in entered.union(recording.outputs)},
+        node_map={node: node for node in kept},
     )
 
 
@@ -167,7 +166,7 @@ class _Rewriter:
         """One foreach call for several recorded ones, and one node for each of its results."""
         calls = [self.call_of[member] for member in op.members]
         function, argument = multi_tensor.foreach_form(calls[0])
-        tensors = [self._resolved(multi_tensor.operand(call), step) for call in calls]
+        tensors = [self._resolved(call.node.all_input_nodes[0], step) for call in calls]
         node = self._create(function, (tensors, argument), {}, op.name)
         self._add(node, calls[0])
         self.rewritten.origin[node] = (step.op, step.copy)
@@ -225,10 +224,7 @@ class _Rewriter:
         return self._create(rng.replay, args, kwargs, name)
 
     def _needs_running_statistics(self, call: Call) -> bool:
-        """True if a batch norm needs running statistics even in a copy.
-
-        Without a weight, they determine the dtypes of its results.
-        """
+        """True for a batch norm without weight: they determine the dtypes of its results."""
         target = call.node.target
         is_norm = isinstance(target, OpOverload) and operators.writes_statistics(target)
         return is_norm and call.node.args[1] is None
@@ -264,10 +260,7 @@ class _Rewriter:
         return self.node_of[value, step.copies[value]]
 
     def _item(self, result: fx.Node, call: Call, items: dict[fx.Node, fx.Node]) -> fx.Node:
-        """The node for one item of what a call returns, created with `getitem` where it is missing.
-
-        `items` has the nodes that exist already, by the recorded nodes.
-        """
+        """The node for one item of what a call returns: one of `items`, or a new `getitem`."""
         if result not in items:
             source, index = result.args
             assert isinstance(source, fx.Node)

@@ -1,11 +1,8 @@
 """Proves by symbolic execution that a rewritten step computes what was recorded.
 
-Every storage carries a version: which calls have written it, in order. The recorded step is
-executed on versions first, noting the versions that each call reads. Then the rewritten step is
-executed: a call, original or recomputed, must read the same versions, may not read a freed tensor,
-and may write to the step's inputs only if it is the original.
-
-The check shares no logic with `apply_schedule`, which makes rewritten steps.
+Every storage carries a version: which calls have written it, in order. A call of the rewritten step
+must read the versions that were recorded, may not read a freed tensor, and may write to the step's
+inputs only if it is the original. The check shares no logic with `apply_schedule`.
 """
 
 from __future__ import annotations
@@ -53,14 +50,7 @@ def check_rewritten(
     recording: Recording, graph: StepGraph, rewritten: RewrittenStep, schedule: Schedule
 ) -> None:
     """Raise RewriteError unless a rewritten step computes what was recorded, as scheduled."""
-    _check_order(graph, rewritten, schedule, recording)
-    _SymbolicRun(recording, graph, rewritten).run()
-
-
-def _check_order(
-    graph: StepGraph, rewritten: RewrittenStep, schedule: Schedule, recording: Recording
-) -> None:
-    """Check that each scheduled call is there once and in order, and none of the optimizer's."""
+    # Each scheduled call must be there once and in order, and none of the optimizer's.
     run = {call.node.name for call in recording.tape.calls if not call.in_optimizer}
     wanted = [
         (step.op, step.copy)
@@ -73,6 +63,7 @@ def _check_order(
         pairs = zip_longest(found, wanted)
         place = next(i for i, (a, b) in enumerate(pairs) if a != b)
         raise RewriteError(f"call {place} of the rewritten step is not the one scheduled there")
+    _SymbolicRun(recording, graph, rewritten).run()
 
 
 class _SymbolicRun:
@@ -239,9 +230,8 @@ class _SymbolicRun:
 
     def _params(self, env: dict[fx.Node, _Tensor]) -> dict[str, _Tensor]:
         """The parameters by name, among the tensors that enter the step."""
-        names = {
-            e.node.name: e.name for e in self.recording.tape.entries if e.kind is EntryKind.PARAM
-        }
+        entries = [e for e in self.recording.tape.entries if e.kind is EntryKind.PARAM]
+        names = {entry.node.name: entry.name for entry in entries}
         return {names[t.name]: t for t in env.values() if t.name in names}
 
     def _node_for(self, result: fx.Node, call: Call, node: fx.Node) -> fx.Node:

@@ -1,15 +1,8 @@
 """One arena for everything that a step allocates while it is captured in CUDA graphs.
 
-A graph's memory pool keeps all segments that the allocator reserves for it, and the allocator
-cannot look ahead: it may reserve half as much again as is ever live. So the pool starts with a
-single segment, the arena, of the size that the plan needs. While nodes are captured, their
-functions are wrapped: before each call, plugs (dummy blocks) are allocated so that the only holes
-are those where its results are planned to lie (`core/memory/allocator_steering.py`); after it, the
-actual addresses are recorded. Results do not depend on any of this. If the allocator behaves
-differently than expected, its state is read again; if that happens too often, the capture goes on
-without steering.
-
-Without a profile, the workspaces of ops are measured in the step before the capture.
+The graphs' memory pool starts with a single segment of the size that the plan needs. Before each
+captured call, plugs (dummy blocks) are allocated so that the only holes are those where its results
+are planned to lie (docs/decisions/025, `core/memory/allocator_steering.py`).
 """
 
 from __future__ import annotations
@@ -44,7 +37,7 @@ from rekindle.core.memory.allocator_steering import (
 )
 from rekindle.core.memory.layout import layout
 from rekindle.engines.cudagraph.graph_parts import StepPart
-from rekindle.engines.program import Program
+from rekindle.engines.program import Functions, Program
 from rekindle.passes.fx_nodes import item_path
 from rekindle.torch_internals import (
     OpOverload,
@@ -78,8 +71,7 @@ class AllocationRequests:
     """The large blocks that the captured nodes of a step request: results, and workspaces.
 
     `blocks_of` has the indices of each node's blocks in `requests`. The optimizer is called after
-    each node of `before_optimizer`; its requests are unknown. Workspaces come from the profile;
-    without one, they can be added once they are measured.
+    each node of `before_optimizer`. Without a profile, workspaces are added once measured.
     """
 
     def __init__(
@@ -91,10 +83,7 @@ class AllocationRequests:
         profile: Profile | None,
         preallocated: AbstractSet[fx.Node] = frozenset(),
     ) -> None:
-        """`graph` is the graph of `plan`, or of the recorded step without one.
-
-        The results of `preallocated` nodes exist before the CUDA graph runs.
-        """
+        """The results of `preallocated` nodes exist before the CUDA graph runs."""
         self.requests: list[BlockRequest] = []
         self.blocks_of: defaultdict[fx.Node, list[int]] = defaultdict(list)
         self._graph = graph
@@ -179,9 +168,7 @@ class AllocationRequests:
             self.blocks_of[node].append(len(self.requests))
         self.requests.append(BlockRequest(start, end, nbytes, is_steered=node is not None))
 
-    def _request_order(
-        self, program: Program, storage_of: Mapping[str, int]
-    ) -> dict[tuple[int, int], int]:
+    def _request_order(self, program: Program, storage_of: dict[str, int]) -> dict[Any, int]:
         """By op and storage: the position of the storage among the op's requests."""
         found: dict[tuple[int, int], int] = {}
         for node, position in self._position_of.items():
@@ -235,10 +222,7 @@ class MemoryMeter:
 
 
 class CudaPool(MemoryMeter):
-    """The memory pool that graphs are captured in, and the allocator of plugs.
-
-    It lives as long as this object or a graph captured in it.
-    """
+    """The memory pool that graphs are captured in, and the allocator of plugs."""
 
     def __init__(self, device: torch.device) -> None:
         """The capture's device and stream must be current, here and in every later call."""
@@ -333,10 +317,8 @@ class CudaPool(MemoryMeter):
 class SteeredCapture:
     """Wraps the functions of a step's nodes so that their allocations are steered.
 
-    The wrappers only call what they wrap unless a capture in a prepared pool is under way, or
-    workspaces are being measured. `peak_bytes` is the peak of the captures without plugs, or of the
-    measured step. `has_arena` is False once it turns out that there is no arena, or that it does
-    not help.
+    `peak_bytes` is the peak of the captures without plugs, or of the step in which workspaces were
+    measured. `has_arena` is False once it turns out that there is none, or that it does not help.
     """
 
     def __init__(self, requests: AllocationRequests, max_mismatches: int) -> None:
@@ -355,9 +337,7 @@ class SteeredCapture:
         self._meter: MemoryMeter | None = None  # while workspaces are measured
         self._workspaces: dict[fx.Node, int] = {}
 
-    def functions(
-        self, inner: Mapping[fx.Node, Callable[..., Any]]
-    ) -> dict[fx.Node, Callable[..., Any]]:
+    def functions(self, inner: Functions) -> Functions:
         """The functions of nodes; `inner` has those that replace their targets already."""
         requests = self.requests
         nodes = requests.blocks_of.keys() if requests.has_workspaces else requests.nodes
@@ -366,10 +346,7 @@ class SteeredCapture:
 
     @contextmanager
     def measuring_workspaces(self, meter: MemoryMeter | None) -> Iterator[None]:
-        """Measure the workspaces of nodes in a step that is not captured.
-
-        Does nothing without a meter, or if workspaces are known.
-        """
+        """Measure the workspaces of nodes in a step that is not captured, if they are unknown."""
         if meter is None or self.requests.has_workspaces or self._workspaces:
             yield
             return

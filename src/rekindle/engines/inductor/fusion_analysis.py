@@ -12,7 +12,7 @@ from torch import fx
 
 from rekindle.core.rewrite.grouping import needed_by, topological_order
 from rekindle.engines.inductor import decompositions
-from rekindle.engines.inductor.rewriter import is_view
+from rekindle.engines.inductor.rewriter import AnyCall, is_view
 from rekindle.passes.fusible_ops import is_elementwise, is_reduction
 from rekindle.torch_internals import OpOverload
 from rekindle.tracing import rng
@@ -23,10 +23,16 @@ aten = torch.ops.aten
 _MAX_CALLS = 32  # recomputed for one value
 _SMALL_RATIO = 1 / 16  # of a value's bytes: smaller leaves can be kept as well
 _READ_RATIO = 1.02  # leaves' bytes to the value's, at most
-_OTHERS = frozenset(
+# On a CPU, given long and short numbers, these keep statistics that the compiler makes short.
+_KEEP_LONG_STATISTICS = frozenset(
     (
         *(aten.native_layer_norm.default, aten.native_layer_norm_backward.default),
         *(aten.native_group_norm.default, aten.native_group_norm_backward.default),
+    )
+)
+_OTHERS = frozenset(
+    (
+        *_KEEP_LONG_STATISTICS,
         *(aten.native_batch_norm.default, aten.native_batch_norm_backward.default),
         *(aten._softmax.default, aten._softmax_backward_data.default),
         *(aten._log_softmax.default, aten._log_softmax_backward_data.default),
@@ -35,42 +41,27 @@ _OTHERS = frozenset(
         *(aten.hardtanh_backward.default, aten.leaky_relu_backward.default),
         *(aten.slice_backward.default, aten.select_backward.default),
         *(aten.constant_pad_nd.default, aten.cat.default, aten.stack.default),
+        *(decompositions.log_sum_exp, decompositions.normalized_backward),
+        decompositions.class_gradient,
     )
 )
-# On a CPU, given long and short numbers, these keep statistics that the compiler makes short.
-KEEP_LONG_STATISTICS = frozenset(
-    (
-        *(aten.native_layer_norm.default, aten.native_layer_norm_backward.default),
-        *(aten.native_group_norm.default, aten.native_group_norm_backward.default),
-    )
-)
-_OTHER_HALVES = (
-    decompositions.log_sum_exp,
-    decompositions.normalized_backward,
-    decompositions.class_gradient,
-)
-_SIMPLE_HALVES = frozenset(
-    (
-        *(
-            decompositions.draw_mask,
-            decompositions.keep_masked,
-            decompositions.normalized,
-            decompositions.minus,
-        ),
-        decompositions.scores_gradient,
-    )
+_SIMPLE_HALVES = (
+    decompositions.draw_mask,
+    decompositions.keep_masked,
+    decompositions.normalized,
+    decompositions.minus,
+    decompositions.scores_gradient,
 )
 
 
 def is_simple(target: Any) -> bool:
-    """Whether each element of the result follows from one element of each argument, or of none."""
+    """True if each element of the result follows from at most one element of each argument."""
     return is_elementwise(target) or target in _SIMPLE_HALVES
 
 
 def is_fusible(target: Any) -> bool:
-    """Whether the compiler can make it one kernel with its neighbours."""
-    is_other = target in _OTHER_HALVES or target in _OTHERS
-    return is_simple(target) or is_other or is_reduction(target)
+    """True if the compiler can make it one kernel with its neighbours."""
+    return is_simple(target) or target in _OTHERS or is_reduction(target)
 
 
 class CallIndex:
@@ -81,7 +72,7 @@ class CallIndex:
     those that they read in the backward pass. Groups must not touch the storages in `untouchable`.
     """
 
-    def __init__(self, tape: Tape, calls: Iterable[Call | OptimizerCall]) -> None:
+    def __init__(self, tape: Tape, calls: Iterable[AnyCall]) -> None:
         self.tape = tape
         self.maker = {node: call for call in tape.calls for node in call.results}
         body, self.tail = _before_optimizer(list(calls))
@@ -168,14 +159,12 @@ class CallIndex:
             return True
         if call.writes or storages & self.untouchable:
             return False
-        if target in KEEP_LONG_STATISTICS and self.has_mixed_dtypes(call):
+        if target in _KEEP_LONG_STATISTICS and self.has_mixed_dtypes(call):
             return {device.type for device in devices} != {"cpu"}
         return is_fusible(target)
 
 
-def _before_optimizer(
-    calls: list[Call | OptimizerCall],
-) -> tuple[list[Call], list[Call | OptimizerCall]]:
+def _before_optimizer(calls: list[AnyCall]) -> tuple[list[Call], list[AnyCall]]:
     """The calls before the optimizer is first called, and the rest."""
     is_end = [isinstance(call, OptimizerCall) or call.in_optimizer for call in calls]
     end = is_end.index(True) if True in is_end else len(calls)
@@ -183,28 +172,28 @@ def _before_optimizer(
 
 
 class AlwaysRecomputed:
-    """The recomputed values, and what they are computed from (`leaves`).
+    """Values that the backward pass recomputes under every plan, and their sources (`leaves`).
 
-    `late` has the values that are recomputed along with a call, by the call's node. Their readers
-    must run after that call: `order` has all calls in such an order, and `predecessors` the
-    positions that each must follow.
+    They follow pointwise from no more bytes than their own, as a dropout mask does from its seed.
+    Fused groups recompute them for themselves. For an unfused call such as a matmul, a value is
+    computed late, by a backward group that reads its sources anyway: `late` has these by the node
+    of a call in that group. Their readers must run after it: `order` has all calls in such an
+    order, and `predecessors` the positions that each must follow.
     """
 
     def __init__(self, step: CallIndex, ends: Collection[fx.Node]) -> None:
         """`ends` are the roots that are needed after all calls."""
         self._step = step
         self.leaves: dict[fx.Node, list[fx.Node]] = {}
-        self._read_in_backward = step.read(call for call in step.calls if call.in_backward)
-        self._read_by_fused_backward = step.read(
-            call for call in step.calls if call.in_backward and call.node in step.fusible
-        )
+        backward = [call for call in step.calls if call.in_backward]
+        self._read_in_backward = step.read(backward)
+        self._read_by_fused_backward = step.read(c for c in backward if c.node in step.fusible)
         self._find()
         self.late: dict[fx.Node, list[fx.Node]] = {}
         predecessors = self._find_predecessors()
-        for value in [
-            v for v in self.leaves if v in step.read_in_backward_by_unfused and v not in ends
-        ]:
-            self._compute_late(value, predecessors)
+        for value in self.leaves:
+            if value in step.read_in_backward_by_unfused and value not in ends:
+                self._compute_late(value, predecessors)
         order = topological_order(predecessors)
         position = {index: new for new, index in enumerate(order)}
         self.order = [step.calls[index] for index in order]
@@ -273,21 +262,15 @@ class AlwaysRecomputed:
         calls, predecessors = self._step.calls, self._step.ordering()
         made_by = {node: index for index, call in enumerate(calls) for node in call.results}
         for index, call in enumerate(calls):
-            predecessors[index].update(
-                made_by[root] for root in self.reads(call) if root in made_by
-            )
+            predecessors[index].update(made_by[r] for r in self.reads(call) if r in made_by)
         return predecessors
 
     def _compute_late(self, value: fx.Node, predecessors: list[set[int]]) -> None:
-        """Compute a value late, along with a backward call that reads its large leaf.
-
-        That call must not depend on one that reads the value.
-        """
+        """Compute a value late, along with a backward call that depends on none of its readers."""
         step, large = self._step, self._large(value, self.leaves[value])
         backward = [(i, call) for i, call in enumerate(step.calls) if call.in_backward]
-        readers = {
-            i for i, call in backward if call.node not in step.fusible and value in self.reads(call)
-        }
+        unfused = [(i, call) for i, call in backward if call.node not in step.fusible]
+        readers = {i for i, call in unfused if value in self.reads(call)}
         for index, call in backward if len(large) == 1 else ():
             is_reader = call.node in step.fusible and large <= set(self.reads(call))
             if is_reader and readers.isdisjoint(needed_by(predecessors, index)):

@@ -24,6 +24,7 @@ from rekindle.tracing.tape import Call, Entry, Meta, OptimizerCall, Recording, S
 
 aten = torch.ops.aten
 
+AnyCall = Call | OptimizerCall
 _NEVER = 1 << 62
 
 
@@ -51,20 +52,17 @@ class RecordingBuilder:
             result=old.result,
             result_nodes=[node_map[node] for node in old.result_nodes],
             grads=[replace(use, final=use.final and node_map[use.final]) for use in old.grads],
-            effects=[
-                replace(effect, nodes=[node_map[node] for node in effect.nodes])
-                for effect in old.effects
-            ],
+            effects=[replace(e, nodes=[node_map[node] for node in e.nodes]) for e in old.effects],
         )
         made.drop_dead_calls()
         self.tape.graph.lint()
         return made
 
-    def calls(self) -> Iterable[Call | OptimizerCall]:
+    def calls(self) -> Iterable[AnyCall]:
         """The recorded calls in order, with those of the optimizer."""
         tape = self.recording.tape
-        found: dict[fx.Node, Call | OptimizerCall] = {call.node: call for call in tape.calls}
-        found.update({call.node: call for call in tape.optimizer_calls})
+        calls: list[AnyCall] = [*tape.calls, *tape.optimizer_calls]
+        found = {call.node: call for call in calls}
         return [found[node] for node in tape.graph.nodes if node in found]
 
     def meta(self, node: fx.Node) -> Meta:
@@ -94,17 +92,15 @@ class RecordingBuilder:
             found = self._run(call.node.target, *self.arguments(call))
         except (RuntimeError, ValueError):  # "Cannot view a tensor with shape ... and strides ..."
             return False
-        viewed = {
-            self.fakes[self.node_map[n]].untyped_storage()._cdata for n in call.node.all_input_nodes
-        }
+        inputs = (self.fakes[self.node_map[node]] for node in call.node.all_input_nodes)
+        viewed = {fake.untyped_storage()._cdata for fake in inputs}
         return all(made.untyped_storage()._cdata in viewed for made in operators.tensors(found))
 
     def keep_optimizer(self, call: OptimizerCall) -> None:
         """Add a recorded call of the optimizer, on new nodes."""
         grads = [self.node_map[grad] for grad in call.grads]
-        node = self.tape.graph.create_node(
-            "call_function", call.node.target, tuple(grads), {}, name=call.node.name
-        )
+        target, name = call.node.target, call.node.name
+        node = self.tape.graph.create_node("call_function", target, tuple(grads), name=name)
         self.tape.optimizer_calls.append(replace(call, node=node, grads=grads))
 
     def map_results(self, call: Call, made: Call) -> None:
@@ -135,14 +131,7 @@ class RecordingBuilder:
             call.is_random = is_random
         return call
 
-    def _append(
-        self,
-        target: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        template: Call,
-        result: Any,
-    ) -> Call:
+    def _append(self, target: Any, args: Any, kwargs: Any, template: Call, result: Any) -> Call:
         is_same = target is template.node.target
         name = template.node.name if is_same else target.__name__.partition(".")[0]
         node = self.tape.graph.create_node("call_function", target, args, kwargs, name=name)
@@ -205,9 +194,8 @@ class RecordingBuilder:
         for index, value in enumerate(result if isinstance(result, (tuple, list)) else ()):
             if value is None:
                 continue
-            item = self.tape.graph.create_node(
-                "call_function", operator.getitem, (node, index), name=f"{node.name}_out{index}"
-            )
+            args, name = (node, index), f"{node.name}_out{index}"
+            item = self.tape.graph.create_node("call_function", operator.getitem, args, name=name)
             bound = self._bind(item, value)
             if not bound:
                 self.tape.graph.erase_node(item)
@@ -236,16 +224,13 @@ def is_view(call: Call, tape: Tape) -> bool:
 class MutationAnalysis:
     """Which writes of a recorded step can become new tensors, and which storages are pinned."""
 
-    def __init__(self, recording: Recording, calls: Iterable[Call | OptimizerCall]) -> None:
+    def __init__(self, recording: Recording, calls: Iterable[AnyCall]) -> None:
         """`calls` are the step's in order, with the optimizer's."""
         self._tape = recording.tape
         self._calls = [c for c in calls if isinstance(c, OptimizerCall) or not c.in_optimizer]
         self._last_compiled = self._find_last_compiled()
-        self._saves_rng_state = any(
-            not isinstance(call.node.target, OpOverload)
-            for call in self._tape.calls
-            if not call.in_optimizer
-        )
+        own = [call.node for call in self._tape.calls if not call.in_optimizer]
+        self._saves_rng_state = not all(isinstance(node.target, OpOverload) for node in own)
         optimizer_calls = self._tape.optimizer_calls
         self.ends = {*recording.outputs, *(g for call in optimizer_calls for g in call.grads)}
         self.maker = {node: call for call in self._tape.calls for node in call.results}
@@ -352,19 +337,11 @@ class Rewriter:
         pinned = (node for node in entries if self.old.metas[node].storage in self.pinned)
         self._new_pinned = {self.builder.meta(self.node_map[node]).storage for node in pinned}
 
-    def emit(
-        self,
-        target: Any,
-        args: tuple[Any, ...],
-        template: Call,
-        kwargs: dict[str, Any] | None = None,
-    ) -> Call:
+    def emit(self, target: Any, args: Any, template: Call, kwargs: Any = None) -> Call:
         """Add a call without side effects."""
         return self.builder.emit(target, args, kwargs or {}, template, writes=(), is_random=False)
 
-    def emit_once(
-        self, target: Any, args: Any, template: Call, kwargs: dict[str, Any] | None = None
-    ) -> fx.Node:
+    def emit_once(self, target: Any, args: Any, template: Call, kwargs: Any = None) -> fx.Node:
         """The result of a call without side effects, shared unless its arguments may change."""
         if self.is_pinned(args):
             return self.emit(target, args, template, kwargs).results[0]
