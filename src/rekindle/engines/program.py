@@ -34,7 +34,7 @@ from rekindle.torch_internals import (
     set_grad_enabled,
 )
 from rekindle.tracing.defer_sigint import uninterrupted
-from rekindle.tracing.tape import EntryKind, Recording
+from rekindle.tracing.tape import EntryKind, OptimizerCall, Recording
 
 Functions = Mapping[fx.Node, Callable[..., Any]]  # that nodes call in place of their targets
 Tensors = list[torch.Tensor]
@@ -146,37 +146,31 @@ class Program:
         recording, rewritten = self.recording, self.rewritten
         code = _Code()
         used = {arg for node in nodes for arg in node.all_input_nodes}.union(returned)
-        sources = {node: f"batch[{index}]" for index, node in enumerate(recording.batch_nodes)}
+        node_map = rewritten.node_map
+        sources = {node_map[node]: f"batch[{i}]" for i, node in enumerate(recording.batch_nodes)}
         slots = {(slot.kind, slot.name): i for i, slot in enumerate(recording.state.slots)}
         for entry in recording.tape.entries:
+            node = node_map[entry.node]
             if entry.kind is EntryKind.GRAD:
-                sources[entry.node] = f"state[{slots[EntryKind.PARAM, entry.name]}].grad"
+                sources[node] = f"state[{slots[EntryKind.PARAM, entry.name]}].grad"
             elif (entry.kind, entry.name) in slots:
-                sources[entry.node] = f"state[{slots[entry.kind, entry.name]}]"
+                sources[node] = f"state[{slots[entry.kind, entry.name]}]"
             elif entry.kind is not EntryKind.BATCH:
-                code.scope[rewritten.node_map[entry.node].name] = entry.tensor
-        code.lines = [
-            f"{rewritten.node_map[node].name} = {source}"
-            for node, source in sources.items()
-            if rewritten.node_map[node] in used
-        ]
+                code.scope[node.name] = entry.tensor
+        code.lines = [f"{node.name} = {text}" for node, text in sources.items() if node in used]
         if entering:
             code.lines.append(f"[{', '.join(node.name for node in entering)}] = entering")
-        steps = {
-            node: self._optimizer_step(call.params, call.autocast)
-            for node, call in rewritten.optimizer_calls.items()
-        }
+        optimizer_calls = rewritten.optimizer_calls.items()
+        steps = {node: self._optimizer_step(call) for node, call in optimizer_calls}
         code.add_calls(nodes, rewritten, {**steps, **functions})
         code.lines.append(f"return [{', '.join(node.name for node in returned)}]")
         return code.compile()
 
-    def _optimizer_step(
-        self, params: list[int], autocast: dict[str, torch.dtype]
-    ) -> Callable[..., None]:
+    def _optimizer_step(self, call: OptimizerCall) -> Callable[..., None]:
         """The function that steps the optimizer, with the user's autograd and autocast modes."""
 
         def step_optimizer(*grads: torch.Tensor) -> None:
-            owners = [self._state[index] for index in params]
+            owners = [self._state[index] for index in call.params]
             if not (self.is_early and self._has_updated):
                 self._before_update(owners)
             with ExitStack() as stack:
@@ -185,7 +179,7 @@ class Program:
                 stack.enter_context(uninterrupted())
                 stack.enter_context(ForceDispatchKeyGuard(*self._user_keys))
                 stack.enter_context(torch.enable_grad())
-                for kind, dtype in autocast.items():
+                for kind, dtype in call.autocast.items():
                     stack.enter_context(torch.autocast(kind, dtype=dtype))
                 try:
                     for owner, grad in zip(owners, grads, strict=True):
@@ -210,10 +204,7 @@ class Program:
         self._has_updated = True
 
     def _reserve_state(self, device: torch.device) -> None:
-        """Have the optimizer create its state in a pool with one segment of the right size.
-
-        The state lives on after the step; between gradients, it would fragment their memory.
-        """
+        """Have the optimizer create its state in a pool of its own: see docs/decisions/026."""
         torch.cuda.empty_cache()
         sizes = np.array(self._state_bytes, dtype=np.int64)
         large = allocated_bytes(sizes[sizes > LARGE_BYTES], "cuda")

@@ -28,19 +28,16 @@ from rekindle.tracing.tape import Call, OptimizerCall, Recording
 class RewrittenStep:
     """A step as nodes in execution order, and the nodes whose tensors are freed after each.
 
-    `calls` has the recorded call behind each node, `optimizer_calls` those of the user's optimizer,
-    `batched` all calls that one foreach node makes. `origin` has each node's op and copy (0 is the
-    original). `node_map` maps recorded inputs and outputs to the nodes that hold them at the step's
-    end.
+    `node_map` maps recorded inputs and outputs to the nodes that hold them at the step's end.
     """
 
     graph: fx.Graph
     nodes: list[fx.Node] = field(default_factory=list)
     frees: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
-    calls: dict[fx.Node, Call] = field(default_factory=dict)
+    calls: dict[fx.Node, Call] = field(default_factory=dict)  # the recorded ones
     optimizer_calls: dict[fx.Node, OptimizerCall] = field(default_factory=dict)
-    batched: dict[fx.Node, list[Call]] = field(default_factory=dict)
-    origin: dict[fx.Node, tuple[int, int]] = field(default_factory=dict)
+    batched: dict[fx.Node, list[Call]] = field(default_factory=dict)  # by foreach node
+    origin: dict[fx.Node, tuple[int, int]] = field(default_factory=dict)  # op, and copy or 0
     node_map: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
 

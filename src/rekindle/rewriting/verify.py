@@ -52,12 +52,9 @@ def check_rewritten(
     """Raise RewriteError unless a rewritten step computes what was recorded, as scheduled."""
     # Each scheduled call must be there once and in order, and none of the optimizer's.
     run = {call.node.name for call in recording.tape.calls if not call.in_optimizer}
-    wanted = [
-        (step.op, step.copy)
-        for step in schedule
-        if isinstance(step, Compute)
-        and (graph.ops[step.op].name in run or graph.ops[step.op].kind is OpKind.FOREACH)
-    ]
+    run.update(op.name for op in graph.ops if op.kind is OpKind.FOREACH)
+    computes = [step for step in schedule if isinstance(step, Compute)]
+    wanted = [(step.op, step.copy) for step in computes if graph.ops[step.op].name in run]
     found = [rewritten.origin[node] for node in rewritten.nodes if node in rewritten.origin]
     if found != wanted:
         pairs = zip_longest(found, wanted)

@@ -125,10 +125,8 @@ def scores_gradient(
     reduction: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The gradient of log-softmax's input for a class gradient, given its result.
-
-    Only one class of each row has a gradient, so that no sum over classes is needed.
-    """
+    """The gradient of log-softmax's input for a class gradient, given its result (`scores`)."""
+    # Only one class of each row has a gradient, so that no sum over classes is needed.
     each = _gradient_of_each(grad, total, reduction)
     counts = ((target != ignored) & (target >= 0) & (target < scores.shape[1])).unsqueeze(1)
     row = torch.where(counts, each, torch.zeros_like(each))

@@ -153,11 +153,9 @@ class _GroupFusion:
         return sum(map(self.step.nbytes, read - made)) <= _MAX_READ_RATIO * largest
 
     def _may_merge(self, first: Call, second: Call) -> bool:
-        return first.in_backward == second.in_backward and all(
-            call.node in self.step.fusible
-            and call.node.target is not decompositions.batch_statistics
-            for call in (first, second)
-        )
+        are_fusible = self.step.fusible.issuperset((first.node, second.node))
+        has_statistics = decompositions.batch_statistics in (first.node.target, second.node.target)
+        return first.in_backward == second.in_backward and are_fusible and not has_statistics
 
     def _is_column_sum(self, root: fx.Node, call: Call) -> bool:
         """True if a call sums over rows a value that must be in memory for an unfused call."""
@@ -284,11 +282,9 @@ class _GroupFusion:
 
     def _emit(self, members: list[Call], group_graph: _GroupGraph) -> None:
         """Add the one call that replaces a group."""
-        template = replace(
-            members[-1],
-            in_loss=any(call.in_loss for call in members),
-            in_model=any(call.in_model for call in members),
-        )
+        in_loss = any(call.in_loss for call in members)
+        in_model = any(call.in_model for call in members)
+        template = replace(members[-1], in_loss=in_loss, in_model=in_model)
         self._ensure_views(group_graph.inputs)
         args = [self.builder.node_map[node] for node in group_graph.inputs]
         writes = [self.builder.node_map[node] for call in members for node in call.writes]

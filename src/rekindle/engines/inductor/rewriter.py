@@ -119,10 +119,7 @@ class RecordingBuilder:
         writes: Sequence[fx.Node] | None = None,
         is_random: bool | None = None,
     ) -> Call:
-        """Add a call whose phase, module and source are those of the recorded call `template`.
-
-        `writes` and `is_random` default to the template's.
-        """
+        """Add a call with the phase, module and source of `template`, and its writes unless given."""
         if writes is None:
             writes = [self.node_map[each] for each in template.writes]
         call = self._append(target, args, kwargs, template, self._run(target, args, kwargs))
@@ -318,11 +315,7 @@ class MutationAnalysis:
 
 
 class Rewriter:
-    """A recording that is being rewritten. `node_map` maps recorded nodes to new ones.
-
-    `old` is the recorded tape. New calls take their place in the step (phase, module, source) from
-    a recorded one, the `template`.
-    """
+    """A recording that is being rewritten: `old` is its tape, `node_map` has the new nodes."""
 
     def __init__(self, recording: Recording) -> None:
         self.builder = RecordingBuilder(recording)
