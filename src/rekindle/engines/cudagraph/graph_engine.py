@@ -154,8 +154,7 @@ class _StepGraphs:
 class _StaticBatch:
     """The copy of the batch that graphs read, at fixed addresses.
 
-    If the step only casts a tensor, it can be copied as the cast result, so that the original need
-    not be kept: `casts` has these cast nodes by the tensor's index.
+    If the step only casts a tensor, it may be copied as the cast result.
     """
 
     def __init__(
@@ -166,7 +165,7 @@ class _StaticBatch:
         *,
         may_cast: bool,
     ) -> None:
-        self.casts: dict[int, fx.Node] = {}
+        self.casts: dict[int, fx.Node] = {}  # the cast nodes by the tensor's index
         self._read: list[int] = []
         metas = recording.tape.metas
         in_graphs = {node for part in parts if part.is_graph for node in part.nodes}

@@ -137,15 +137,12 @@ class CallIndex:
         return {self.tape.metas[node].storage for node in nodes}
 
     def _find_untouchable(self, body: list[Call], calls: list[Call]) -> set[int]:
-        """The storages that no group may touch.
-
-        They are written to before the backward pass ends, or the compiler cannot follow them:
-        viewed by `as_strided`, or complex with conjugate views.
-        """
+        """The storages that no group may touch: written to, or the compiler cannot follow them."""
         strided = (c for c in body if c.node.target is aten.as_strided.default)
         return {
             *self._storages(node for call in calls for node in call.writes),
             *self._storages(node for call in strided for node in call.node.all_input_nodes),
+            # complex tensors may have conjugate views
             *(meta.storage for meta in self.tape.metas.values() if meta.dtype.is_complex),
         }
 

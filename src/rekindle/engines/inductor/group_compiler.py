@@ -45,8 +45,7 @@ WRITES = (batch_statistics, torch.ops.aten.copy_.default)
 class CompiledGroup:
     """The compiled code of one kind of group: a function from its inputs to a list of tensors.
 
-    An input that it only writes to may be None: the result is discarded. `order` has the indices of
-    results in the order of their allocation, if known.
+    An input that it only writes to may be None: the result is discarded.
     """
 
     def __init__(self, name: str, graph: fx.Graph, specs: Sequence[TensorSpec]) -> None:
@@ -55,7 +54,7 @@ class CompiledGroup:
         self.specs = specs
         self._writes = any(node.target in WRITES for node in graph.nodes)
         self.code: Callable[..., Any] | None = None
-        self.order: list[int] = []
+        self.order: list[int] = []  # of its results' allocation, if known
 
     def __call__(self, *args: torch.Tensor | None) -> Any:
         assert self.code is not None, f"{self.__name__} has not been compiled"

@@ -119,7 +119,7 @@ class RecordingBuilder:
         writes: Sequence[fx.Node] | None = None,
         is_random: bool | None = None,
     ) -> Call:
-        """Add a call with the phase, module and source of `template`, and its writes unless given."""
+        """Add a call with phase, module and source of `template`, and its writes unless given."""
         if writes is None:
             writes = [self.node_map[each] for each in template.writes]
         call = self._append(target, args, kwargs, template, self._run(target, args, kwargs))
