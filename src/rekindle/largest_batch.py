@@ -40,7 +40,7 @@ from rekindle.core.cost.roofline import analytic_profile
 from rekindle.core.graph.graph import Phase, Role, StepGraph
 from rekindle.core.graph.schedule import Plan
 from rekindle.core.graph.simulate import ROLES, Trace, simulate
-from rekindle.engines.gc_pause import gc_paused
+from rekindle.engines.process_settings import gc_paused
 from rekindle.errors import InfeasibleBudget, PlanError, ProfileError
 from rekindle.measuring.measure import measured_profile
 from rekindle.pipeline import CapturedCosts, plan_within

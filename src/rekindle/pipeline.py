@@ -23,7 +23,7 @@ from rekindle.core.graph.schedule import Plan, schedule_of
 from rekindle.core.graph.simulate import ROLES, simulate
 from rekindle.core.rewrite.improve import carry_over
 from rekindle.engines.engine import Engine
-from rekindle.engines.expandable_segments import expandable_segments_for
+from rekindle.engines.process_settings import expandable_segments_for
 from rekindle.engines.program import Program
 from rekindle.engines.select_engine import EngineFactory
 from rekindle.errors import InfeasibleBudget, PlanError

@@ -16,7 +16,7 @@ import rekindle
 from rekindle import pipeline
 from rekindle.engines import select_engine
 from rekindle.engines.cudagraph.graph_engine import CudaGraphEngine
-from rekindle.engines.expandable_segments import ExpandableSegments, expandable_segments_for
+from rekindle.engines.process_settings import ExpandableSegments, expandable_segments_for
 from rekindle.measuring.meters import available_bytes, release_cached_memory
 
 GPU = torch.device("cuda", 0)

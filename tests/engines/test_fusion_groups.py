@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rekindle.core.graph.graph import Role
 from rekindle.engines.inductor import decompositions
-from rekindle.engines.inductor.fusibility import is_simple
+from rekindle.engines.inductor.fusion_analysis import is_simple
 from rekindle.engines.inductor.group_compiler import CompiledGroup
 from rekindle.measuring.bitwise_compare import differences
 from rekindle.tracing.lift import lift

@@ -25,10 +25,9 @@ from torch import Tensor, nn
 from rekindle.core.graph.dataflow import dataflow
 from rekindle.core.graph.graph import OpKind, Role
 from rekindle.engines.inductor import decompositions
-from rekindle.engines.inductor.always_recompute import AlwaysRecomputed
-from rekindle.engines.inductor.call_index import CallIndex
 from rekindle.engines.inductor.decompose import decompose
-from rekindle.engines.inductor.recording_builder import RecordingBuilder
+from rekindle.engines.inductor.fusion_analysis import AlwaysRecomputed, CallIndex
+from rekindle.engines.inductor.rewriter import RecordingBuilder
 from rekindle.passes.matmul_padding import PaddingOptions
 from rekindle.rewriting.multi_tensor import cast
 from rekindle.tracing.lift import lift

@@ -33,13 +33,9 @@ class EngineInfo:
 
 
 class Engine(Protocol):
-    """Runs one step: `Program` as generated code, `CudaGraphEngine` from CUDA graphs.
+    """Runs one step: `Program` as generated code, `CudaGraphEngine` from CUDA graphs."""
 
-    `peak_bytes` is what CUDA graphs needed when they were captured, 0 without them; `is_steered`
-    is True if they were captured at planned addresses in one arena.
-    """
-
-    peak_bytes: int
+    peak_bytes: int  # what CUDA graphs needed when they were captured, 0 without them
 
     @property
     def program(self) -> Program:

@@ -1,13 +1,7 @@
-"""Runs a step as generated Python code, one operator a line.
+"""Runs a step as generated Python code, one operator a line; names are deleted after last use.
 
-Each name is deleted after its last use, so that memory is freed as early as in the plain step. The
-optimizer's operators are not in the code: the user's own optimizer object is called instead, so
-that learning rates, step counts, hooks and state stay where the user expects them.
-
-A step either changes parameters and optimizer state completely or not at all. They change only in
-the optimizer call, or in several with early updates. An error before the first leaves them
-untouched. From then on Ctrl-C is deferred until after the last call, and the memory needed until
-then is reserved beforehand, so that the rest cannot run out of memory.
+The optimizer's operators are not in the code: the user's own optimizer is called instead. A step
+changes parameters and optimizer state completely or not at all (docs/decisions/028).
 """
 
 from __future__ import annotations
@@ -29,7 +23,7 @@ from torch import fx
 
 from rekindle.core.cost.allocator import LARGE_BYTES, allocated_bytes
 from rekindle.engines.engine import EngineInfo
-from rekindle.engines.expandable_segments import ExpandableSegments
+from rekindle.engines.process_settings import ExpandableSegments
 from rekindle.rewriting.apply_schedule import RewrittenStep, as_recorded
 from rekindle.torch_internals import (
     AutoDispatchBelowAutograd,
@@ -40,14 +34,14 @@ from rekindle.torch_internals import (
     set_grad_enabled,
 )
 from rekindle.tracing.defer_sigint import uninterrupted
-from rekindle.tracing.tape import EntryKind, Recording
+from rekindle.tracing.tape import EntryKind, OptimizerCall, Recording
+
+Functions = Mapping[fx.Node, Callable[..., Any]]  # that nodes call in place of their targets
+Tensors = list[torch.Tensor]
 
 
 class Program:
-    """A step as generated code, as recorded or as rewritten for a plan.
-
-    It is also the engine without CUDA graphs (see `Engine`).
-    """
+    """A step as generated code, as recorded or rewritten; also the engine without CUDA graphs."""
 
     peak_bytes = 0  # left to the allocator's own statistics
     is_steered = False
@@ -64,31 +58,26 @@ class Program:
         `optimizer_bytes` are the sizes of the allocations of the optimizer that are live at once,
         on CUDA. `expandable_segments` is given if the step takes nearly all of the GPU's memory.
         """
+        self.recording, tape = recording, recording.tape
         self._expandable = expandable_segments
-        self.recording = recording
         self._optimizer_bytes = optimizer_bytes
         self.rewritten = rewritten or as_recorded(recording)
         self._optimizer = recording.state.optimizer
-        self._device_types = sorted({s.device.type for s in recording.tape.storages} - {"meta"})
+        self._device_types = sorted({s.device.type for s in tape.storages} - {"meta"})
         self._reset_grads = [use.slot for use in recording.grads if not use.reads_old]
         self._final_grads = [(use.slot, use.final) for use in recording.grads]
         self.outputs = [self.rewritten.node_map[node] for node in recording.outputs]
         self._state: list[torch.Tensor] = []
         self._stack = ExitStack()
-        recorded = len(recording.tape.optimizer_calls)
-        self.is_early = len(self.rewritten.optimizer_calls) > recorded
+        self.is_early = len(self.rewritten.optimizer_calls) > len(tape.optimizer_calls)
         self._has_updated = False  # in this step
         self._state_pools: list[torch.cuda.MemPool] = []  # in the first step
-        tape = recording.tape
         own = {tape.metas[e.node].storage for e in tape.entries if e.kind is EntryKind.OPT_STATE}
         self._state_bytes = [tape.storages[each].nbytes for each in sorted(own)]
-        self.source, self._run = self.compile(self.rewritten.nodes, returned=self.outputs)
+        self.source, self._run = self.compile(self.rewritten.nodes, self.outputs)
 
-    def __call__(self, batch: list[torch.Tensor], state: list[torch.Tensor]) -> Any:
-        """Run one step on a batch's tensors; returns what the user's function returns.
-
-        `state` has one tensor for each slot of the step's state.
-        """
+    def __call__(self, batch: Tensors, state: Tensors) -> Any:
+        """Run one step; `state` has one tensor for each slot of the step's state."""
         with self.running(state), self.uncaptured():
             outputs = self._run(batch, state, ())
         return self.finish(outputs, state)
@@ -146,10 +135,9 @@ class Program:
     def compile(
         self,
         nodes: Sequence[fx.Node],
-        *,
-        entering: Sequence[fx.Node] = (),
         returned: Sequence[fx.Node],
-        functions: Mapping[fx.Node, Callable[..., Any]] = MappingProxyType({}),
+        entering: Sequence[fx.Node] = (),
+        functions: Functions = MappingProxyType({}),
     ) -> tuple[str, Callable[..., Any]]:
         """The source and function `step(batch, state, entering) -> returned` that runs some nodes.
 
@@ -158,40 +146,31 @@ class Program:
         recording, rewritten = self.recording, self.rewritten
         code = _Code()
         used = {arg for node in nodes for arg in node.all_input_nodes}.union(returned)
-        sources = {node: f"batch[{index}]" for index, node in enumerate(recording.batch_nodes)}
+        node_map = rewritten.node_map
+        sources = {node_map[node]: f"batch[{i}]" for i, node in enumerate(recording.batch_nodes)}
         slots = {(slot.kind, slot.name): i for i, slot in enumerate(recording.state.slots)}
         for entry in recording.tape.entries:
+            node = node_map[entry.node]
             if entry.kind is EntryKind.GRAD:
-                sources[entry.node] = f"state[{slots[EntryKind.PARAM, entry.name]}].grad"
+                sources[node] = f"state[{slots[EntryKind.PARAM, entry.name]}].grad"
             elif (entry.kind, entry.name) in slots:
-                sources[entry.node] = f"state[{slots[entry.kind, entry.name]}]"
+                sources[node] = f"state[{slots[entry.kind, entry.name]}]"
             elif entry.kind is not EntryKind.BATCH:
-                code.scope[rewritten.node_map[entry.node].name] = entry.tensor
-        code.lines = [
-            f"{rewritten.node_map[node].name} = {source}"
-            for node, source in sources.items()
-            if rewritten.node_map[node] in used
-        ]
+                code.scope[node.name] = entry.tensor
+        code.lines = [f"{node.name} = {text}" for node, text in sources.items() if node in used]
         if entering:
             code.lines.append(f"[{', '.join(node.name for node in entering)}] = entering")
-        steps = {
-            node: self._optimizer_step(call.params, call.autocast)
-            for node, call in rewritten.optimizer_calls.items()
-        }
+        optimizer_calls = rewritten.optimizer_calls.items()
+        steps = {node: self._optimizer_step(call) for node, call in optimizer_calls}
         code.add_calls(nodes, rewritten, {**steps, **functions})
         code.lines.append(f"return [{', '.join(node.name for node in returned)}]")
         return code.compile()
 
-    def _optimizer_step(
-        self, params: list[int], autocast: dict[str, torch.dtype]
-    ) -> Callable[..., None]:
-        """The function that steps the user's optimizer with the given gradients.
-
-        It runs with autograd and autocast as they were when the step was called.
-        """
+    def _optimizer_step(self, call: OptimizerCall) -> Callable[..., None]:
+        """The function that steps the optimizer, with the user's autograd and autocast modes."""
 
         def step_optimizer(*grads: torch.Tensor) -> None:
-            owners = [self._state[index] for index in params]
+            owners = [self._state[index] for index in call.params]
             if not (self.is_early and self._has_updated):
                 self._before_update(owners)
             with ExitStack() as stack:
@@ -200,7 +179,7 @@ class Program:
                 stack.enter_context(uninterrupted())
                 stack.enter_context(ForceDispatchKeyGuard(*self._user_keys))
                 stack.enter_context(torch.enable_grad())
-                for kind, dtype in autocast.items():
+                for kind, dtype in call.autocast.items():
                     stack.enter_context(torch.autocast(kind, dtype=dtype))
                 try:
                     for owner, grad in zip(owners, grads, strict=True):
@@ -225,10 +204,7 @@ class Program:
         self._has_updated = True
 
     def _reserve_state(self, device: torch.device) -> None:
-        """Have the optimizer create its state in a pool with one segment of the right size.
-
-        The state lives on after the step; between gradients, it would fragment their memory.
-        """
+        """Have the optimizer create its state in a pool of its own: see docs/decisions/026."""
         torch.cuda.empty_cache()
         sizes = np.array(self._state_bytes, dtype=np.int64)
         large = allocated_bytes(sizes[sizes > LARGE_BYTES], "cuda")
@@ -254,10 +230,7 @@ _serial = itertools.count()
 
 @dataclass
 class _Code:
-    """The function `step(batch, state, entering)` being written.
-
-    `scope` has the objects that its lines refer to by name.
-    """
+    """The function `step(batch, state, entering)` being written; `scope` has its globals."""
 
     lines: list[str] = field(default_factory=list)
     scope: dict[str, Any] = field(default_factory=dict)
@@ -272,10 +245,7 @@ class _Code:
         return source, self.scope["step"]
 
     def add_calls(
-        self,
-        nodes: Sequence[fx.Node],
-        rewritten: RewrittenStep,
-        functions: Mapping[fx.Node, Callable[..., Any]],
+        self, nodes: Sequence[fx.Node], rewritten: RewrittenStep, functions: Functions
     ) -> None:
         """Append the nodes' calls, and after each the deletion of the names it frees."""
         is_enabled = True  # the grad mode, which some kernels depend on
@@ -315,10 +285,7 @@ class _Code:
         return self._name(arg)
 
     def _name(self, value: Any) -> str:
-        """A global name for an object.
-
-        Names cannot clash with locals: operators start with their namespace, others end in "__".
-        """
+        """A global name for an object, unlike any local: "namespace_..." or "...__"."""
         if isinstance(value, OpOverload):
             stem, end, value = re.sub(r"\W", "_", str(value)), "", value._op
         else:

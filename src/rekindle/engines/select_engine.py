@@ -55,10 +55,7 @@ class EngineFactory:
             self._without_graphs(f"the model is on the {device.type}")
 
     def prepare(self, recording: Recording) -> Recording:
-        """The recording with groups of ops compiled by Inductor, if that engine was asked for.
-
-        Without a working compiler, it is the recording as it is.
-        """
+        """The recording with groups of ops compiled, if that was asked for and a compiler works."""
         if self._compiler is None:
             return recording
         from rekindle.engines.inductor.decompose import decompose
@@ -80,30 +77,23 @@ class EngineFactory:
         plan: Plan | None = None,
         profile: Profile | None = None,
     ) -> Engine:
-        """The engine that runs a program.
-
-        The program's graph, plan and profile, where known, give what it allocates its addresses.
-        """
+        """The engine that runs a program; graph, plan and profile help to place its allocations."""
         if self._recorder is None:
             return program
         if program.is_early:
             # Each call of the optimizer would end a graph, and a graph keeps its memory.
-            self._without_graphs(
-                "parameters are updated early, between the ops of the backward pass"
-            )
+            reason = "parameters are updated early, between the ops of the backward pass"
+            self._without_graphs(reason)
             return program
         return CudaGraphEngine(program, self._recorder, graph, plan, profile)
 
     def info(self, engine: Engine) -> EngineInfo:
         """What runs a step, and why."""
-        found = engine.info
-        n_compiled = len(self._compiler.functions) if self._compiler else 0
-        return replace(
-            found,
-            reason=found.reason or self._reason,
-            is_compiled=self.is_compiled,
-            n_compiled=n_compiled,
-        )
+        reason = engine.info.reason or self._reason
+        if self._compiler is None:
+            return replace(engine.info, reason=reason)
+        n_compiled = len(self._compiler.functions)
+        return replace(engine.info, reason=reason, is_compiled=True, n_compiled=n_compiled)
 
     @property
     def is_compiled(self) -> bool:
@@ -124,9 +114,8 @@ class EngineFactory:
 
     def _new_compiler(self) -> GroupCompiler | None:
         try:
-            from rekindle.engines.inductor.group_compiler import (
-                GroupCompiler,  # takes seconds to load
-            )
+            # takes seconds to load
+            from rekindle.engines.inductor.group_compiler import GroupCompiler
         except ImportError as error:  # a torch without its compiler
             self._without_compiler(error)
             return None

@@ -1,8 +1,7 @@
 """Applies a schedule to a recorded step: adds recomputed calls and frees.
 
-The result is a new FX graph in the schedule's order. A recomputed call, or copy, repeats a recorded
-one on the copies of its arguments that are live there. A copy of a random op restores the generator
-state that the op started from and so draws the same numbers; no copy writes to state.
+A recomputed call, or copy, repeats a recorded one on the copies of its arguments that are live
+there. It draws the same random numbers, and writes to no state (docs/decisions/018).
 """
 
 from __future__ import annotations
@@ -29,19 +28,16 @@ from rekindle.tracing.tape import Call, OptimizerCall, Recording
 class RewrittenStep:
     """A step as nodes in execution order, and the nodes whose tensors are freed after each.
 
-    `calls` has the recorded call behind each node, `optimizer_calls` those of the user's optimizer,
-    `batched` all calls that one foreach node makes. `origin` has each node's op and copy (0 is the
-    original). `node_map` maps recorded inputs and outputs to the nodes that hold them at the step's
-    end.
+    `node_map` maps recorded inputs and outputs to the nodes that hold them at the step's end.
     """
 
     graph: fx.Graph
     nodes: list[fx.Node] = field(default_factory=list)
     frees: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
-    calls: dict[fx.Node, Call] = field(default_factory=dict)
+    calls: dict[fx.Node, Call] = field(default_factory=dict)  # the recorded ones
     optimizer_calls: dict[fx.Node, OptimizerCall] = field(default_factory=dict)
-    batched: dict[fx.Node, list[Call]] = field(default_factory=dict)
-    origin: dict[fx.Node, tuple[int, int]] = field(default_factory=dict)
+    batched: dict[fx.Node, list[Call]] = field(default_factory=dict)  # by foreach node
+    origin: dict[fx.Node, tuple[int, int]] = field(default_factory=dict)  # op, and copy or 0
     node_map: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
 
@@ -54,14 +50,14 @@ def as_recorded(recording: Recording) -> RewrittenStep:
         for node in tape.graph.nodes
         if node.op == "call_function" and item_path(node)[0] not in in_optimizer
     ]
-    entered = {entry.node for entry in tape.entries}
+    kept = {*recording.outputs, *(entry.node for entry in tape.entries)}
     return RewrittenStep(
         tape.graph,
         nodes,
-        frees=last_uses(nodes, entered.union(recording.outputs)),
+        frees=last_uses(nodes, kept),
         calls={call.node: call for call in tape.calls},
         optimizer_calls={call.node: call for call in tape.optimizer_calls},
-        node_map={node: node for node in entered.union(recording.outputs)},
+        node_map={node: node for node in kept},
     )
 
 
@@ -167,7 +163,7 @@ class _Rewriter:
         """One foreach call for several recorded ones, and one node for each of its results."""
         calls = [self.call_of[member] for member in op.members]
         function, argument = multi_tensor.foreach_form(calls[0])
-        tensors = [self._resolved(multi_tensor.operand(call), step) for call in calls]
+        tensors = [self._resolved(call.node.all_input_nodes[0], step) for call in calls]
         node = self._create(function, (tensors, argument), {}, op.name)
         self._add(node, calls[0])
         self.rewritten.origin[node] = (step.op, step.copy)
@@ -225,10 +221,7 @@ class _Rewriter:
         return self._create(rng.replay, args, kwargs, name)
 
     def _needs_running_statistics(self, call: Call) -> bool:
-        """True if a batch norm needs running statistics even in a copy.
-
-        Without a weight, they determine the dtypes of its results.
-        """
+        """True for a batch norm without weight: they determine the dtypes of its results."""
         target = call.node.target
         is_norm = isinstance(target, OpOverload) and operators.writes_statistics(target)
         return is_norm and call.node.args[1] is None
@@ -264,10 +257,7 @@ class _Rewriter:
         return self.node_of[value, step.copies[value]]
 
     def _item(self, result: fx.Node, call: Call, items: dict[fx.Node, fx.Node]) -> fx.Node:
-        """The node for one item of what a call returns, created with `getitem` where it is missing.
-
-        `items` has the nodes that exist already, by the recorded nodes.
-        """
+        """The node for one item of what a call returns: one of `items`, or a new `getitem`."""
         if result not in items:
             source, index = result.args
             assert isinstance(source, fx.Node)

@@ -41,13 +41,6 @@ def foreach_form(call: Call) -> tuple[Callable[..., Any], Any]:
     return count, call.node.args[1]
 
 
-def operand(call: Call) -> fx.Node:
-    """The tensor that a call casts or adds to."""
-    tensor = call.node.args[0]
-    assert isinstance(tensor, fx.Node)
-    return tensor
-
-
 def batchable_ops(recording: Recording, graph: StepGraph) -> list[list[int]]:
     """Lists of ops that one foreach call could replace."""
     call_of = {call.node.name: call for call in recording.tape.calls if not call.in_optimizer}

@@ -1,28 +1,17 @@
 """The forms of a captured step that compute the same numbers with less memory or time.
 
 The improved form batches small ops, writes results in place and reorders the backward pass. The
-early form also updates each parameter as soon as its gradient is complete, which frees gradients
-during the backward pass: the user's own optimizer is called several times in a step, each time with
-some of the gradients. That is allowed only for optimizers that treat parameters independently, and
-only if it is unobservable: no hook runs around the optimizer's step, and nothing but the optimizer
-reads the gradients.
+early form also updates each parameter as soon as its gradient is complete, if that is unobservable
+and the optimizer treats parameters independently (docs/decisions/024).
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 
 from rekindle.core.graph.graph import StepGraph
 from rekindle.core.rewrite.backward_order import free_first
-from rekindle.core.rewrite.improve import (
-    MAX_UPDATES,
-    Update,
-    combine,
-    update_early,
-    write_in_place,
-)
+from rekindle.core.rewrite.improve import MAX_UPDATES, Update, combine, update_early, write_in_place
 from rekindle.rewriting import multi_tensor
 from rekindle.torch_internals import global_optimizer_post_hooks, global_optimizer_pre_hooks
 from rekindle.tracing.tape import EntryKind, Recording
@@ -52,10 +41,7 @@ def improved(recording: Recording, graph: StepGraph) -> StepGraph:
 def with_early_updates(
     recording: Recording, form: StepGraph, *, max_updates: int = MAX_UPDATES
 ) -> StepGraph | None:
-    """The early form of an improved step, with at most `max_updates` optimizer calls.
-
-    None if early updates could be observed.
-    """
+    """The early form of an improved step; None if early updates could be observed."""
     found = _find_updates(recording, form)
     return None if found is None else update_early(form, *found, max_updates=max_updates)
 
@@ -73,15 +59,8 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return any((*hooks, global_optimizer_pre_hooks, global_optimizer_post_hooks))
 
 
-class _Updates(NamedTuple):
-    """The updates of a step, one a parameter, and the optimizer's ops that they replace."""
-
-    updates: list[Update]
-    optimizer_ops: list[int]
-
-
-def _find_updates(recording: Recording, graph: StepGraph) -> _Updates | None:
-    """The updates that may run early; None if all must wait for the optimizer's step."""
+def _find_updates(recording: Recording, graph: StepGraph) -> tuple[list[Update], list[int]] | None:
+    """The early updates and the optimizer's ops that they replace; None if all must wait."""
     tape = recording.tape
     if len(tape.optimizer_calls) != 1 or tape.optimizer_calls[0].is_opaque:
         return None
@@ -101,7 +80,7 @@ def _find_updates(recording: Recording, graph: StepGraph) -> _Updates | None:
     ops = [op.index for op in graph.ops if op.name in own]
     if not _is_unobservable(graph, ops, params, grads):
         return None
-    return _Updates([Update(*pair) for pair in zip(params, grads, strict=True)], ops)
+    return [Update(*pair) for pair in zip(params, grads, strict=True)], ops
 
 
 def _is_unobservable(

@@ -1,11 +1,8 @@
 """Proves by symbolic execution that a rewritten step computes what was recorded.
 
-Every storage carries a version: which calls have written it, in order. The recorded step is
-executed on versions first, noting the versions that each call reads. Then the rewritten step is
-executed: a call, original or recomputed, must read the same versions, may not read a freed tensor,
-and may write to the step's inputs only if it is the original.
-
-The check shares no logic with `apply_schedule`, which makes rewritten steps.
+Every storage carries a version: which calls have written it, in order. A call of the rewritten step
+must read the versions that were recorded, may not read a freed tensor, and may write to the step's
+inputs only if it is the original. The check shares no logic with `apply_schedule`.
 """
 
 from __future__ import annotations
@@ -53,26 +50,17 @@ def check_rewritten(
     recording: Recording, graph: StepGraph, rewritten: RewrittenStep, schedule: Schedule
 ) -> None:
     """Raise RewriteError unless a rewritten step computes what was recorded, as scheduled."""
-    _check_order(graph, rewritten, schedule, recording)
-    _SymbolicRun(recording, graph, rewritten).run()
-
-
-def _check_order(
-    graph: StepGraph, rewritten: RewrittenStep, schedule: Schedule, recording: Recording
-) -> None:
-    """Check that each scheduled call is there once and in order, and none of the optimizer's."""
+    # Each scheduled call must be there once and in order, and none of the optimizer's.
     run = {call.node.name for call in recording.tape.calls if not call.in_optimizer}
-    wanted = [
-        (step.op, step.copy)
-        for step in schedule
-        if isinstance(step, Compute)
-        and (graph.ops[step.op].name in run or graph.ops[step.op].kind is OpKind.FOREACH)
-    ]
+    run.update(op.name for op in graph.ops if op.kind is OpKind.FOREACH)
+    computes = [step for step in schedule if isinstance(step, Compute)]
+    wanted = [(step.op, step.copy) for step in computes if graph.ops[step.op].name in run]
     found = [rewritten.origin[node] for node in rewritten.nodes if node in rewritten.origin]
     if found != wanted:
         pairs = zip_longest(found, wanted)
         place = next(i for i, (a, b) in enumerate(pairs) if a != b)
         raise RewriteError(f"call {place} of the rewritten step is not the one scheduled there")
+    _SymbolicRun(recording, graph, rewritten).run()
 
 
 class _SymbolicRun:
@@ -239,9 +227,8 @@ class _SymbolicRun:
 
     def _params(self, env: dict[fx.Node, _Tensor]) -> dict[str, _Tensor]:
         """The parameters by name, among the tensors that enter the step."""
-        names = {
-            e.node.name: e.name for e in self.recording.tape.entries if e.kind is EntryKind.PARAM
-        }
+        entries = [e for e in self.recording.tape.entries if e.kind is EntryKind.PARAM]
+        names = {entry.node.name: entry.name for entry in entries}
         return {names[t.name]: t for t in env.values() if t.name in names}
 
     def _node_for(self, result: fx.Node, call: Call, node: fx.Node) -> fx.Node:

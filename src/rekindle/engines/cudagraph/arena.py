@@ -1,38 +1,44 @@
 """One arena for everything that a step allocates while it is captured in CUDA graphs.
 
-A graph's memory pool keeps all segments that the allocator reserves for it, and the allocator
-cannot look ahead: it may reserve half as much again as is ever live. So the pool starts with a
-single segment, the arena, of the size that the plan needs. While nodes are captured, their
-functions are wrapped: before each call, plugs (dummy blocks) are allocated so that the only holes
-are those where its results are planned to lie (`core/memory/allocator_steering.py`); after it, the
-actual addresses are recorded. Results do not depend on any of this. If the allocator behaves
-differently than expected, its state is read again; if that happens too often, the capture goes on
-without steering.
-
-Without a profile, the workspaces of ops are measured in the step before the capture.
+The graphs' memory pool starts with a single segment of the size that the plan needs. Before each
+captured call, plugs (dummy blocks) are allocated so that the only holes are those where its results
+are planned to lie (docs/decisions/025, `core/memory/allocator_steering.py`).
 """
 
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from rekindle.core.cost.profile import Profile
+from rekindle.core.graph.graph import Phase, StepGraph
+from rekindle.core.graph.schedule import Compute, Plan, schedule_of
+from rekindle.core.graph.simulate import main_device
 from rekindle.core.memory.allocator_steering import (
     REST_BYTES,
     Arena,
+    Blocks,
     Mismatch,
     PlannedAddresses,
     Steering,
     plan_arena,
+    rounded,
 )
-from rekindle.engines.cudagraph.allocation_requests import AllocationRequests
+from rekindle.core.memory.layout import layout
+from rekindle.engines.cudagraph.graph_parts import StepPart
+from rekindle.engines.program import Functions, Program
+from rekindle.passes.fx_nodes import item_path
 from rekindle.torch_internals import (
     OpOverload,
     PoolHandle,
@@ -46,6 +52,146 @@ from rekindle.units import format_bytes
 log = logging.getLogger("rekindle")
 
 _MIN_ARENA_BYTES = 10 << 20  # smaller segments do not get the requested size
+# cuBLAS allocates a workspace when it is first used on a stream, and keeps it.
+_MATMULS = frozenset(
+    ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "_addmm_activation")
+)
+
+
+class BlockRequest(NamedTuple):
+    """A large block: its lifetime in positions of the schedule, and its size."""
+
+    start: int
+    end: int
+    nbytes: int
+    is_steered: bool  # False in the optimizer's calls, which cannot be steered
+
+
+class AllocationRequests:
+    """The large blocks that the captured nodes of a step request: results, and workspaces.
+
+    `blocks_of` has the indices of each node's blocks in `requests`. The optimizer is called after
+    each node of `before_optimizer`. Without a profile, workspaces are added once measured.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        parts: list[StepPart],
+        graph: StepGraph,
+        plan: Plan | None,
+        profile: Profile | None,
+        preallocated: AbstractSet[fx.Node] = frozenset(),
+    ) -> None:
+        """The results of `preallocated` nodes exist before the CUDA graph runs."""
+        self.requests: list[BlockRequest] = []
+        self.blocks_of: defaultdict[fx.Node, list[int]] = defaultdict(list)
+        self._graph = graph
+        rewritten = program.rewritten
+        captured = {node for part in parts if part.is_graph for node in part.nodes} - preallocated
+        optimizer_calls = captured & rewritten.optimizer_calls.keys()
+        self._has_optimizer = bool(optimizer_calls)
+        self.before_optimizer = {
+            node
+            for part in parts
+            for node, following in pairwise(part.nodes)
+            if following in optimizer_calls
+        }
+        origin = {node: place for node, place in rewritten.origin.items() if node in captured}
+        if not rewritten.origin:  # a step as recorded: nodes are named as their ops
+            ops = {op.name: op.index for op in graph.ops}
+            origin = {node: (ops[node.name], 0) for node in captured if node.name in ops}
+        node_of = {place: node for node, place in origin.items()}
+        steps = [step for step in schedule_of(graph, plan) if isinstance(step, Compute)]
+        self._ops = [step.op for step in steps]  # by position
+        self._nodes = [node_of.get((step.op, step.copy)) for step in steps]
+        self._position_of = {node: i for i, node in enumerate(self._nodes) if node is not None}
+        self.has_matmuls = any(
+            _operator(graph.ops[self._ops[position]].target) in _MATMULS
+            for position in self._position_of.values()
+        )
+        self._add_results(program, parts, plan)
+        self.has_workspaces = profile is not None
+        if profile is not None:
+            workspaces = profile.workspaces_bytes.tolist()
+            for position, op in enumerate(self._ops):
+                self._add(position, position, workspaces[op])
+
+    @property
+    def nodes(self) -> set[fx.Node]:
+        """The captured nodes that stand for ops."""
+        return set(self._position_of)
+
+    def blocks(self, cublas_workspace_bytes: int) -> Blocks:
+        """All blocks, and last cuBLAS's workspace, which is allocated first and kept throughout."""
+        requests = self.requests[:]
+        if cublas_workspace_bytes > REST_BYTES:
+            requests.append(BlockRequest(-1, len(self._ops) - 1, cublas_workspace_bytes, True))
+        return Blocks(
+            np.array([each.start + 1 for each in requests], dtype=np.int64),
+            np.array([each.end + 1 for each in requests], dtype=np.int64),
+            np.array([rounded(each.nbytes) for each in requests], dtype=np.int64),
+            np.array([each.is_steered for each in requests], dtype=bool),
+        )
+
+    def add_workspaces(self, nbytes_of: Mapping[fx.Node, int]) -> None:
+        """Add the workspaces that nodes were measured to need."""
+        for node, nbytes in nbytes_of.items():
+            position = self._position_of[node]
+            self._add(position, position, nbytes)
+        self.has_workspaces = True
+
+    def _add_results(self, program: Program, parts: list[StepPart], plan: Plan | None) -> None:
+        """Add the results of ops. Those handed on to later parts live as long as the graph."""
+        graph, device = self._graph, main_device(self._graph)
+        storage_of = {value.name: value.storage for value in graph.values}
+        handed_on = self._handed_on(program, parts, storage_of)
+        request_order = self._request_order(program, storage_of)
+        found = layout(graph, plan, in_place=False, sharing=False)
+        columns = (found.storage.tolist(), found.start.tolist(), found.end.tolist())
+        lifetimes = sorted(
+            zip(*columns, strict=True),
+            key=lambda each: (each[1], request_order.get((self._ops[each[1]], each[0]), 0)),
+        )
+        for storage, start, end in lifetimes:
+            if graph.storages[storage].device == device:
+                last = len(self._ops) - 1 if storage in handed_on else end
+                self._add(start, last, graph.storages[storage].nbytes)
+
+    def _add(self, start: int, end: int, nbytes: int) -> None:
+        """Add a block if it is large and allocated in a CUDA graph."""
+        node, op = self._nodes[start], self._graph.ops[self._ops[start]]
+        in_optimizer = self._has_optimizer and op.phase is Phase.OPTIMIZER
+        if nbytes <= REST_BYTES or (node is None and not in_optimizer):
+            return
+        if node is not None:
+            self.blocks_of[node].append(len(self.requests))
+        self.requests.append(BlockRequest(start, end, nbytes, is_steered=node is not None))
+
+    def _request_order(self, program: Program, storage_of: dict[str, int]) -> dict[Any, int]:
+        """By op and storage: the position of the storage among the op's requests."""
+        found: dict[tuple[int, int], int] = {}
+        for node, position in self._position_of.items():
+            call = program.rewritten.calls.get(node)
+            order: list[int] = getattr(node.target, "order", [])
+            for result in call.results if call else ():
+                index = item_path(result)[1]
+                if len(index) == 1 and index[0] in order:
+                    key = self._ops[position], storage_of.get(result.name, -1)
+                    found[key] = order.index(index[0])
+        return found
+
+    def _handed_on(
+        self, program: Program, parts: list[StepPart], storage_of: Mapping[str, int]
+    ) -> set[int]:
+        """The storages that CUDA graphs hand on to later parts."""
+        found: set[int] = set()
+        for node in [node for part in parts if part.is_graph for node in part.leaving]:
+            call, indices = program.rewritten.calls.get(node), item_path(node)[1]
+            for result in call.results if call else ():
+                if not indices or item_path(result)[1] in ((), indices):
+                    found.add(storage_of.get(result.name, -1))
+        return found
 
 
 class MemoryStats(NamedTuple):
@@ -76,10 +222,7 @@ class MemoryMeter:
 
 
 class CudaPool(MemoryMeter):
-    """The memory pool that graphs are captured in, and the allocator of plugs.
-
-    It lives as long as this object or a graph captured in it.
-    """
+    """The memory pool that graphs are captured in, and the allocator of plugs."""
 
     def __init__(self, device: torch.device) -> None:
         """The capture's device and stream must be current, here and in every later call."""
@@ -174,10 +317,8 @@ class CudaPool(MemoryMeter):
 class SteeredCapture:
     """Wraps the functions of a step's nodes so that their allocations are steered.
 
-    The wrappers only call what they wrap unless a capture in a prepared pool is under way, or
-    workspaces are being measured. `peak_bytes` is the peak of the captures without plugs, or of the
-    measured step. `has_arena` is False once it turns out that there is no arena, or that it does
-    not help.
+    `peak_bytes` is the peak of the captures without plugs, or of the step in which workspaces were
+    measured. `has_arena` is False once it turns out that there is none, or that it does not help.
     """
 
     def __init__(self, requests: AllocationRequests, max_mismatches: int) -> None:
@@ -196,9 +337,7 @@ class SteeredCapture:
         self._meter: MemoryMeter | None = None  # while workspaces are measured
         self._workspaces: dict[fx.Node, int] = {}
 
-    def functions(
-        self, inner: Mapping[fx.Node, Callable[..., Any]]
-    ) -> dict[fx.Node, Callable[..., Any]]:
+    def functions(self, inner: Functions) -> Functions:
         """The functions of nodes; `inner` has those that replace their targets already."""
         requests = self.requests
         nodes = requests.blocks_of.keys() if requests.has_workspaces else requests.nodes
@@ -207,10 +346,7 @@ class SteeredCapture:
 
     @contextmanager
     def measuring_workspaces(self, meter: MemoryMeter | None) -> Iterator[None]:
-        """Measure the workspaces of nodes in a step that is not captured.
-
-        Does nothing without a meter, or if workspaces are known.
-        """
+        """Measure the workspaces of nodes in a step that is not captured, if they are unknown."""
         if meter is None or self.requests.has_workspaces or self._workspaces:
             yield
             return
@@ -397,3 +533,9 @@ class SteeredCapture:
         self._steering = Steering(Arena(*self._pool.blocks()), self._pool, self._planned)
         taken_bytes = self._steering.model.taken_bytes
         self._outside_bytes = self._pool.stats().large_bytes - taken_bytes
+
+
+def _operator(target: str) -> str:
+    """The name of an operator without namespace and overload."""
+    names = target.split(".")
+    return names[1] if len(names) > 1 else target

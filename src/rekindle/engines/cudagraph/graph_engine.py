@@ -1,20 +1,15 @@
 """Replays a step's kernels from CUDA graphs, so that it is not host-bound.
 
-The first step runs as generated code: libraries initialize, the optimizer creates its state, and
-the random offsets of ops are measured. In the second, every part that a graph can hold is captured
-and replayed; from then on it is only replayed. Other parts (see `graph_parts`) run as generated
-code in between.
-
-A graph works on fixed addresses. The batch is copied into tensors of the engine, and results are
-copied out. Parameters and buffers are used in place, and the step is captured again if one of them
-has moved. Gradients that outlive the step stay in the graphs' memory until the next step.
+The first step runs as generated code, the second is captured, later ones are replayed (see
+docs/decisions/019). Graphs work on fixed addresses: the batch is copied in, results are copied out,
+and the step is captured again if a parameter or buffer has moved.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,13 +21,17 @@ from torch import fx
 from rekindle.core.cost.profile import Profile
 from rekindle.core.graph.graph import StepGraph
 from rekindle.core.graph.schedule import Plan
-from rekindle.engines.cudagraph.allocation_requests import AllocationRequests
-from rekindle.engines.cudagraph.arena import CudaPool, MemoryMeter, SteeredCapture
+from rekindle.engines.cudagraph.arena import (
+    AllocationRequests,
+    CudaPool,
+    MemoryMeter,
+    SteeredCapture,
+)
 from rekindle.engines.cudagraph.graph_parts import StepPart, split_step
 from rekindle.engines.cudagraph.rng_twins import RngTwins, reset_after_failed_capture
 from rekindle.engines.engine import EngineInfo
-from rekindle.engines.gc_pause import gc_paused
-from rekindle.engines.program import Program
+from rekindle.engines.process_settings import gc_paused
+from rekindle.engines.program import Functions, Program, Tensors
 from rekindle.engines.strides import is_dense
 from rekindle.rewriting.apply_schedule import RewrittenStep
 from rekindle.rewriting.step_forms import has_step_hooks
@@ -55,10 +54,9 @@ class CudaGraphOptions:
 
 
 class CudaGraphRecorder:
-    """Captures CUDA graphs, all in one memory pool, since they never run at the same time.
+    """Captures CUDA graphs, all in one memory pool that lives as long as one of its graphs does.
 
-    A pool lives as long as one of its graphs does. Only the first capture in a pool is steered.
-    Tests emulate this class on the CPU.
+    Only the first capture in a pool is steered. Tests emulate this class on the CPU.
     """
 
     device_type = "cuda"
@@ -81,10 +79,7 @@ class CudaGraphRecorder:
         generators: list[torch.Generator],
         steered: SteeredCapture | None,
     ) -> tuple[torch.cuda.CUDAGraph, list[Any]]:
-        """The graph and the results of a function that may draw from these generators.
-
-        `steered` decides where its results lie.
-        """
+        """The graph and results of a function; `steered` decides where its results lie."""
         graph = torch.cuda.CUDAGraph()
         for generator in generators:
             graph.register_generator_state(generator)
@@ -159,8 +154,7 @@ class _StepGraphs:
 class _StaticBatch:
     """The copy of the batch that graphs read, at fixed addresses.
 
-    If the step only casts a tensor, it can be copied as the cast result, so that the original need
-    not be kept: `casts` has these cast nodes by the tensor's index.
+    If the step only casts a tensor, it may be copied as the cast result.
     """
 
     def __init__(
@@ -171,7 +165,7 @@ class _StaticBatch:
         *,
         may_cast: bool,
     ) -> None:
-        self.casts: dict[int, fx.Node] = {}
+        self.casts: dict[int, fx.Node] = {}  # the cast nodes by the tensor's index
         self._read: list[int] = []
         metas = recording.tape.metas
         in_graphs = {node for part in parts if part.is_graph for node in part.nodes}
@@ -189,17 +183,14 @@ class _StaticBatch:
             if made.dtype != was.dtype and made.stride == was.stride:
                 self.casts[index] = reader
 
-    def functions(
-        self, inner: Mapping[fx.Node, Callable[..., Any]]
-    ) -> dict[fx.Node, Callable[..., Any]]:
+    def functions(self, inner: Functions) -> Functions:
         """The functions of nodes; `inner` has those that replace their targets already."""
         return {**inner, **dict.fromkeys(self.casts.values(), _cast_once)}
 
     def allocate(self, batch: list[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Uninitialized tensors to copy the batch's tensors into, by index."""
-        static = {
-            index: _empty_like(batch[index]) for index in self._read if index not in self.casts
-        }
+        uncast = [index for index in self._read if index not in self.casts]
+        static = {index: _empty_like(batch[index]) for index in uncast}
         for index, node in self.casts.items():
             dtype = node.kwargs["dtype"]
             assert isinstance(dtype, torch.dtype)
@@ -299,11 +290,9 @@ class CudaGraphEngine:
         program = self.program
         recording, rewritten = program.recording, program.rewritten
         self._has_optimizer = with_optimizer
+        kind = self._recorder.device_type
         self._parts = split_step(
-            recording,
-            rewritten,
-            device_type=self._recorder.device_type,
-            with_optimizer=with_optimizer,
+            recording, rewritten, device_type=kind, with_optimizer=with_optimizer
         )
         n_graphs = sum(part.is_graph for part in self._parts)
         if n_graphs == 0:
@@ -317,36 +306,24 @@ class CudaGraphEngine:
         functions = batch.functions(self._rng_twins.functions)
         self.steered: SteeredCapture | None = None
         if self._graph is not None and not self.reason:
-            requests = AllocationRequests(
-                program,
-                self._parts,
-                self._graph,
-                self.plan,
-                self._profile,
-                preallocated=set(batch.casts.values()),
-            )
+            planned, casts = (self._graph, self.plan, self._profile), set(batch.casts.values())
+            requests = AllocationRequests(program, self._parts, *planned, preallocated=casts)
             self.steered = SteeredCapture(requests, self._options.max_mismatches)
             functions = self.steered.functions(functions)
         self._functions = {
-            part: program.compile(
-                part.nodes, entering=part.entering, returned=part.leaving, functions=functions
-            )[1]
+            part: program.compile(part.nodes, part.leaving, part.entering, functions)[1]
             for part in self._parts
         }
         in_graphs = [part for part in self._parts if part.is_graph]
         self._from_host = {n for part in self._parts if not part.is_graph for n in part.leaving}
-        self._copied_outputs = self._outputs_to_copy(
-            {n for part in in_graphs for n in part.leaving}
-        )
+        from_graphs = {n for part in in_graphs for n in part.leaving}
+        self._copied_outputs = self._outputs_to_copy(from_graphs)
         made = {node for part in self._parts for node in part.leaving}
         self._passed_through = [node for node in program.outputs if node not in made]
-        self._pass_through = program.compile([], returned=self._passed_through)[1]
+        self._pass_through = program.compile([], self._passed_through)[1]
 
     def _outputs_to_copy(self, made: set[fx.Node]) -> set[fx.Node]:
-        """The outputs that must be copied out of the graphs' memory.
-
-        Gradients stay there, and views of tensors that entered the step are not in it.
-        """
+        """The outputs to copy out of the graphs' memory: neither gradients nor views of inputs."""
         recording, node_map = self.program.recording, self.program.rewritten.node_map
         metas = recording.tape.metas
         stay = {metas[entry.node].storage for entry in recording.tape.entries}
@@ -358,23 +335,14 @@ class CudaGraphEngine:
         }
 
     def _run(
-        self,
-        part: StepPart,
-        batch: list[torch.Tensor],
-        state: list[torch.Tensor],
-        entering: list[Any],
+        self, part: StepPart, batch: Tensors, state: Tensors, entering: list[Any]
     ) -> list[Any]:
         with torch.enable_grad():  # generated code starts with it on
             results: list[Any] = self._functions[part](batch, state, entering)
         return results
 
-    def _capture_for(
-        self, batch: list[torch.Tensor], state: list[torch.Tensor]
-    ) -> _StepGraphs | None:
-        """The captured step that is valid for these tensors, or a new and empty one.
-
-        The batch is copied into it. None if this step runs without graphs.
-        """
+    def _capture_for(self, batch: Tensors, state: Tensors) -> _StepGraphs | None:
+        """The valid captured step, or a new one, with this batch; None to run without graphs."""
         capture = self._capture
         if capture and not _are_same(capture.hyperparameters, self._hyperparameters()):
             log.info("hyperparameters change: the optimizer runs outside of the graph from now on")
@@ -402,8 +370,8 @@ class CudaGraphEngine:
         self,
         part: StepPart,
         capture: _StepGraphs,
-        batch: list[torch.Tensor],
-        state: list[torch.Tensor],
+        batch: Tensors,
+        state: Tensors,
         values: dict[fx.Node, Any],
     ) -> list[Any]:
         """A part's results from its graph, which is captured first if necessary."""

@@ -34,10 +34,7 @@ class StepPart:
 def split_step(
     recording: Recording, rewritten: RewrittenStep, *, device_type: str, with_optimizer: bool
 ) -> list[StepPart]:
-    """The parts of a step in order. Graphs capture the work of one type of device.
-
-    They capture the optimizer's calls, too, if `with_optimizer`.
-    """
+    """The parts of a step in order; graphs capture the work of one type of device."""
     capturable: dict[fx.Node, bool] = {}
     for node in rewritten.nodes:
         if node in rewritten.optimizer_calls:

@@ -1,9 +1,7 @@
 """Random numbers in CUDA graphs: recomputed ops draw what the original ops drew.
 
-Outside of graphs, the generator's state is saved and restored (`tracing/rng.py`). In a graph that
-state is unknown: a captured kernel adds a fixed offset to the Philox offset that its generator has
-at replay. So recomputed ops draw from generators of their own, the twins, whose seed and offset are
-set before every replay. Their offsets relative to the step's start are measured in an earlier step.
+Recomputed ops draw from generators of their own, the twins, whose seed and offset are set before
+every replay: see docs/decisions/020. The offsets are measured in an earlier step.
 """
 
 from __future__ import annotations
@@ -26,14 +24,11 @@ Source = torch.Generator | str
 
 @dataclass(frozen=True, eq=False)
 class _Twin:
-    """A generator for recomputed ops whose originals drew one after the other.
-
-    `first` is the node that reads the state before the first of the originals.
-    """
+    """A generator for recomputed ops whose originals drew one after the other."""
 
     source: Source
     generator: torch.Generator
-    first: fx.Node
+    first: fx.Node  # reads the state before the first of the originals
 
 
 class RngTwins:

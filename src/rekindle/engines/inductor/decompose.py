@@ -1,31 +1,23 @@
-"""Rewrites a recording so that the compiler can fuse it, and recompute parts of it cheaply.
+"""Rewrites a recording into small functional calls that the compiler can fuse and recompute.
 
-- Equal calls are made once.
-- In-place ops on the step's own tensors return new ones: fused with their neighbours, that costs
-  nothing.
-- Dropout multiplies by a mask that is a function of a seed, so that no mask is ever kept.
-- Batch norm is split into statistics and normalization: a recompute needs only the second.
-  Log-softmax is split for the same reason.
-- For a GPU, convolutions, matmuls and attention get the layouts that fast kernels want
-  (`gpu_layouts`).
-
-The results are those of the recorded step except for rounding, and for which elements dropout
-drops.
+In-place ops return new tensors, dropout masks become functions of a seed, batch norm and
+log-softmax are split, and equal calls are made once. Results are those of the recorded step except
+for rounding, and for which elements dropout drops.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable
+from typing import Any
 
 import torch
 from torch import fx
 
 from rekindle.engines.inductor import decompositions
-from rekindle.engines.inductor.fusibility import is_fusible, is_simple
+from rekindle.engines.inductor.fusion_analysis import is_fusible, is_simple
 from rekindle.engines.inductor.gpu_layouts import CONVOLUTIONS, GpuLayouts
-from rekindle.engines.inductor.recording_builder import is_view
-from rekindle.engines.inductor.rewriter import Rewriter
+from rekindle.engines.inductor.rewriter import Rewriter, is_view
 from rekindle.passes.fx_nodes import item_path
 from rekindle.passes.matmul_padding import PaddingOptions
 from rekindle.torch_internals import OpOverload
@@ -35,12 +27,10 @@ from rekindle.tracing.tape import Call, OptimizerCall, Recording
 aten = torch.ops.aten
 
 # These accept any memory format, and keep it.
-_LAYOUT_PRESERVING = frozenset(
-    (
-        *CONVOLUTIONS,
-        aten.max_pool2d_with_indices.default,
-        aten.max_pool2d_with_indices_backward.default,
-    )
+_LAYOUT_PRESERVING = (
+    *CONVOLUTIONS,
+    aten.max_pool2d_with_indices.default,
+    aten.max_pool2d_with_indices_backward.default,
 )
 
 
@@ -100,6 +90,10 @@ class _Decomposer(Rewriter):
         else:
             self._compute_once(call)
 
+    def _args(self, call: Call) -> Any:
+        """A recorded call's positional arguments, on new nodes."""
+        return self.builder.arguments(call)[0]
+
     def _keep(self, call: Call) -> None:
         """Add a recorded call, on tensors with layouts that it accepts."""
         stays_view = is_view(call, self.old) and self.builder.stays_view(call)
@@ -117,9 +111,8 @@ class _Decomposer(Rewriter):
 
     def _compute_once(self, call: Call) -> None:
         key = self._key(call)
-        earlier = self.computed.get(key) if key is not None else None
-        if earlier is not None:
-            self.builder.map_results(call, earlier)
+        if key in self.computed:
+            self.builder.map_results(call, self.computed[key])
             return
         self._keep(call)
         if key is not None:
@@ -163,7 +156,7 @@ class _Decomposer(Rewriter):
         return seeds
 
     def _dropout(self, call: Call) -> None:
-        (tensor, p, _), _ = self.builder.arguments(call)
+        tensor, p, _ = self._args(call)
         mask = self._mask(tensor, p, call)
         scale = 0.0 if p == 1 else 1 / (1 - p)
         (result,) = self.emit(decompositions.keep_masked, (tensor, mask, scale), call).results
@@ -180,15 +173,14 @@ class _Decomposer(Rewriter):
         return self.emit(decompositions.draw_mask, args, call).results[0]
 
     def _bernoulli(self, call: Call) -> None:
-        (written,), (_, p) = call.writes, self.builder.arguments(call)[0]
+        (written,), (_, p) = call.writes, self._args(call)
         mask = self._mask(self.node_map[written], 1 - p, call)
         kwargs = {"dtype": self.old.metas[written].dtype}
         self.node_map[written] = self.emit(aten._to_copy.default, (mask,), call, kwargs).results[0]
         self.functionalized.add(written)
 
     def _batch_norm(self, call: Call) -> None:
-        args, _ = self.builder.arguments(call)
-        tensor, weight, bias, running_mean, running_var, _, momentum, eps = args
+        tensor, weight, bias, running_mean, running_var, _, momentum, eps = self._args(call)
         statistics = (tensor, running_mean, running_var, momentum, eps)
         found = self.builder.emit(decompositions.batch_statistics, statistics, {}, call)
         mean, deviation = found.results
@@ -200,13 +192,12 @@ class _Decomposer(Rewriter):
 
     def _batch_norm_backward(self, call: Call) -> None:
         """In training, it does not read running statistics."""
-        args, _ = self.builder.arguments(call)
-        grad, tensor, weight, _, _, mean, deviation, _, _, wanted = args
+        grad, tensor, weight, _, _, mean, deviation, _, _, wanted = self._args(call)
         args = (grad, tensor, weight, mean, deviation, wanted)
         self.builder.map_results(call, self.emit(decompositions.normalized_backward, args, call))
 
     def _log_softmax(self, call: Call) -> None:
-        (tensor, dim, _), _ = self.builder.arguments(call)
+        tensor, dim, _ = self._args(call)
         dtype = self.old.metas[call.results[0]].dtype
         (row,) = self.emit(decompositions.log_sum_exp, (tensor, dim), call).results
         (result,) = self.emit(decompositions.minus, (tensor, row, dtype), call).results
@@ -214,28 +205,24 @@ class _Decomposer(Rewriter):
 
     def _is_over_rows(self, call: Call) -> bool:
         """True if a loss is over rows of classes without weights."""
-        args, _ = self.builder.arguments(call)
+        args = self._args(call)
         return args[3] is None and len(self.builder.meta(args[1]).shape) == 2
 
     def _class_gradient(self, call: Call) -> None:
         """Pointwise: the operator would fill memory with zeros first."""
-        args, _ = self.builder.arguments(call)
-        grad, _, target, _, reduction, ignored, total = args
+        grad, _, target, _, reduction, ignored, total = self._args(call)
         shape = list(self.old.metas[call.results[0]].shape)
         args = (grad, target, shape, ignored, total, reduction)
         self.builder.map_results(call, self.emit(decompositions.class_gradient, args, call))
 
     def _is_of_class_gradient(self, call: Call) -> bool:
         """True if log-softmax backward is given a class gradient."""
-        (grad, _, dim, _), _ = self.builder.arguments(call)
+        grad, _, dim, _ = self._args(call)
         return grad.target is decompositions.class_gradient and dim in (1, -1)
 
     def _scores_gradient(self, call: Call) -> None:
         """Without a sum over all classes."""
-        args, _ = self.builder.arguments(call)
-        class_gradient, scores, _, dtype = args
+        class_gradient, scores, _, dtype = self._args(call)
         grad, target, _, *options = class_gradient.args
-        made = self.emit(
-            decompositions.scores_gradient, (scores, grad, target, *options, dtype), call
-        )
-        self.builder.map_results(call, made)
+        args = (scores, grad, target, *options, dtype)
+        self.builder.map_results(call, self.emit(decompositions.scores_gradient, args, call))

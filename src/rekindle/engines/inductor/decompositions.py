@@ -54,15 +54,11 @@ def batch_statistics(
 
 
 def normalized(
-    tensor: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    inverse_deviation: Tensor,
+    tensor: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor
 ) -> Tensor:
     """The result of batch norm, from its statistics."""
     shape = [1, -1] + [1] * (tensor.dim() - 2)
-    scale = inverse_deviation if weight is None else inverse_deviation * _wide(weight)
+    scale = invstd if weight is None else invstd * _wide(weight)
     result = (_wide(tensor) - mean.view(shape)) * scale.view(shape)
     if bias is not None:
         result = result + _wide(bias).view(shape)
@@ -74,7 +70,7 @@ def normalized_backward(
     tensor: Tensor,
     weight: Tensor | None,
     mean: Tensor,
-    inverse_deviation: Tensor,
+    invstd: Tensor,
     wanted: list[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradients of a batch norm's input, weight and bias."""
@@ -83,10 +79,10 @@ def normalized_backward(
     wide, centered = _wide(grad), _wide(tensor) - mean.view(shape)
     total, product = wide.sum(dims), (wide * centered).sum(dims)
     share = tensor.shape[1] / tensor.numel()
-    slope = product * share * inverse_deviation * inverse_deviation
-    scale = inverse_deviation if weight is None else inverse_deviation * _wide(weight)
+    slope = product * share * invstd * invstd
+    scale = invstd if weight is None else invstd * _wide(weight)
     inner = wide - centered * slope.view(shape) - (total * share).view(shape)
-    of_weight = product * inverse_deviation
+    of_weight = product * invstd
     kind = tensor.dtype if weight is None else weight.dtype
     return (
         (inner * scale.view(shape)).to(tensor.dtype) if wanted[0] else None,
@@ -129,10 +125,8 @@ def scores_gradient(
     reduction: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The gradient of log-softmax's input for a class gradient, given its result.
-
-    Only one class of each row has a gradient, so that no sum over classes is needed.
-    """
+    """The gradient of log-softmax's input for a class gradient, given its result (`scores`)."""
+    # Only one class of each row has a gradient, so that no sum over classes is needed.
     each = _gradient_of_each(grad, total, reduction)
     counts = ((target != ignored) & (target >= 0) & (target < scores.shape[1])).unsqueeze(1)
     row = torch.where(counts, each, torch.zeros_like(each))

@@ -1,13 +1,8 @@
-"""Fuses the calls of a decomposed step (`decompose`) into groups that are compiled.
+"""Fuses the calls of a decomposed step into groups, each one call of compiled code.
 
-Matmuls, convolutions, attention and other library calls stay calls of their own. The pointwise ops
-and reductions between them become groups, each one call of compiled code (`group_compiler`). The
-compiler never sees more than one group: what is kept, dropped and recomputed, and when, is up to
-the plan, and a recomputed group is the same code.
-
-A backward group recomputes what follows from no more bytes than it would read (`always_recompute`).
-It writes one of its results over an input that it is the last to read, if both have the same
-layout: the gradient of a loss over the logits, for example.
+Matmuls, convolutions, attention and other library calls stay calls of their own. The compiler never
+sees more than one group, so that the plan decides what is kept and recomputed (docs/decisions/033).
+A backward group may write a result over an input that it is the last to read (034).
 """
 
 from __future__ import annotations
@@ -15,7 +10,8 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,11 +19,9 @@ from torch import fx
 
 from rekindle.core.rewrite.grouping import Groups
 from rekindle.engines.inductor import decompositions
-from rekindle.engines.inductor.always_recompute import AlwaysRecomputed
-from rekindle.engines.inductor.call_index import CallIndex
-from rekindle.engines.inductor.fusibility import is_simple
-from rekindle.engines.inductor.group_compiler import GroupCompiler
-from rekindle.engines.inductor.recording_builder import RecordingBuilder
+from rekindle.engines.inductor.fusion_analysis import AlwaysRecomputed, CallIndex, is_simple
+from rekindle.engines.inductor.group_compiler import WRITES, GroupCompiler
+from rekindle.engines.inductor.rewriter import RecordingBuilder
 from rekindle.engines.strides import contiguous_stride
 from rekindle.passes.fx_nodes import RESHAPES
 from rekindle.rewriting.multi_tensor import cast
@@ -105,10 +99,7 @@ class _GroupFusion:
         return self.builder.finish()
 
     def _batch_casts(self, groups: Groups) -> set[fx.Node]:
-        """Cast small parameters by one foreach call at the start, instead of one kernel each.
-
-        Returns the calls that this replaces.
-        """
+        """Cast small parameters by one foreach call at the start; returns the calls it replaces."""
         kinds: dict[Any, list[Call]] = {}
         for index, *others in groups.members.values():
             call = self.calls[index]
@@ -123,9 +114,9 @@ class _GroupFusion:
 
     def _is_small_param_cast(self, call: Call) -> bool:
         node = call.node
-        is_cast = node.target is aten._to_copy.default and node.kwargs.keys() == {"dtype"}
         return (
-            is_cast
+            node.target is aten._to_copy.default
+            and node.kwargs.keys() == {"dtype"}
             and node.all_input_nodes[0] in self.params
             and self.step.nbytes(node.all_input_nodes[0]) <= _SMALL_PARAM_BYTES
             and not call.in_backward
@@ -151,10 +142,8 @@ class _GroupFusion:
         return groups
 
     def _may_be_group(self, members: list[int]) -> bool:
-        """True if a group is not too large, and does not wait for too many inputs.
-
-        A sum of many matmuls' results would wait for the last one, and keep all of them alive.
-        """
+        """True if a group is not too large, and does not wait for too many inputs."""
+        # A sum of many matmuls' results would wait for the last one, and keep all of them alive.
         if len(members) > _MAX_MEMBERS:
             return False
         calls = [self.calls[index] for index in members]
@@ -164,17 +153,13 @@ class _GroupFusion:
         return sum(map(self.step.nbytes, read - made)) <= _MAX_READ_RATIO * largest
 
     def _may_merge(self, first: Call, second: Call) -> bool:
-        return first.in_backward == second.in_backward and all(
-            call.node in self.step.fusible
-            and call.node.target is not decompositions.batch_statistics
-            for call in (first, second)
-        )
+        are_fusible = self.step.fusible.issuperset((first.node, second.node))
+        has_statistics = decompositions.batch_statistics in (first.node.target, second.node.target)
+        return first.in_backward == second.in_backward and are_fusible and not has_statistics
 
     def _is_column_sum(self, root: fx.Node, call: Call) -> bool:
-        """True if a call sums over rows a value that must be in memory for an unfused call.
-
-        Fused with the value's producer, it would read the producer's inputs twice.
-        """
+        """True if a call sums over rows a value that must be in memory for an unfused call."""
+        # Fused with the value's producer, it would read the producer's inputs twice.
         if call.node.target is not aten.sum.dim_IntList or root not in self.step.read_by_unfused:
             return False
         summed, dims = call.node.args[:2]
@@ -225,8 +210,7 @@ class _GroupFusion:
     ) -> _Overwrite | None:
         """The result that a backward group may write over an input: the largest, if several.
 
-        `last_read` are inputs with no later reader that were used recently: no plan would drop
-        them.
+        `last_read` are inputs without later readers that were used recently: no plan drops them.
         """
         if not members[0].in_backward or any(call.writes for call in members):
             return None
@@ -234,15 +218,13 @@ class _GroupFusion:
         for root in [r for r in map(self.step.root, group_graph.inputs) if r in last_read]:
             is_touchable = self.tape.metas[root].storage not in self.step.untouchable
             if root in self.step.maker and is_touchable:
-                path = _ElementwisePath(
-                    self.step, root, lambda node: self._is_inside(node, members)
-                )
+                path = _ElementwisePath(self.step, root, partial(self._is_inside, members))
                 dependent = [output for output in group_graph.outputs if path.leads_to(output)]
                 if len(dependent) == 1 and path.is_elementwise(dependent[0]):
                     found.append(_Overwrite(dependent[0], root))
         return max(found, key=lambda overwrite: self.step.nbytes(overwrite.output), default=None)
 
-    def _is_inside(self, node: fx.Node, members: list[Call]) -> bool:
+    def _is_inside(self, members: list[Call], node: fx.Node) -> bool:
         """True if a group computes a value: one of its own, or a recomputed one."""
         root, (first, *_) = self.step.root(node), members
         is_own = any(root in call.results for call in members)
@@ -261,7 +243,7 @@ class _GroupFusion:
             return placeholders[-1]
 
         def value(node: fx.Node) -> fx.Node:
-            if node not in inner and not self._is_inside(node, members):
+            if node not in inner and not self._is_inside(members, node):
                 inputs.append(node)
                 inner[node] = enter()
             elif node not in inner:
@@ -300,11 +282,9 @@ class _GroupFusion:
 
     def _emit(self, members: list[Call], group_graph: _GroupGraph) -> None:
         """Add the one call that replaces a group."""
-        template = replace(
-            members[-1],
-            in_loss=any(call.in_loss for call in members),
-            in_model=any(call.in_model for call in members),
-        )
+        in_loss = any(call.in_loss for call in members)
+        in_model = any(call.in_model for call in members)
+        template = replace(members[-1], in_loss=in_loss, in_model=in_model)
         self._ensure_views(group_graph.inputs)
         args = [self.builder.node_map[node] for node in group_graph.inputs]
         writes = [self.builder.node_map[node] for call in members for node in call.writes]
@@ -315,9 +295,7 @@ class _GroupFusion:
             writes.append(overwritten)
         fakes = [self.builder.fakes[node] for node in args]
         function = self.compiler.function(group_graph.graph, fakes)
-        made = self.builder.emit(
-            function, tuple(args), {}, template, writes=writes, is_random=False
-        )
+        made = self.builder.emit(function, tuple(args), {}, template, writes=writes)
         for node, result in zip(group_graph.outputs, made.results, strict=True):
             for view in self.step.views_of[node]:  # to be created again on demand
                 self.builder.node_map.pop(view, None)
@@ -343,10 +321,10 @@ class _GroupFusion:
 
 
 def _is_impure(node: fx.Node) -> bool:
-    writes = (decompositions.batch_statistics, aten.copy_.default)
-    return node.op in ("placeholder", "output") or node.target in writes
+    return node.op in ("placeholder", "output") or node.target in WRITES
 
 
+@dataclass(eq=False)
 class _ElementwisePath:
     """How the results of a group depend on one of its inputs, which has a storage of its own.
 
@@ -355,21 +333,18 @@ class _ElementwisePath:
     could read what it has overwritten. `is_inside` is True for the values that the group computes.
     """
 
-    def __init__(
-        self, step: CallIndex, root: fx.Node, is_inside: Callable[[fx.Node], bool]
-    ) -> None:
-        self._step = step
-        self._root = root
-        self._is_inside = is_inside
-        self._depends: dict[fx.Node, bool] = {}
+    step: CallIndex
+    root: fx.Node
+    is_inside: Callable[[fx.Node], bool]
+    depends: dict[fx.Node, bool] = field(default_factory=dict)
 
     def leads_to(self, node: fx.Node) -> bool:
         """True if a result depends on the input at all."""
-        if node not in self._depends:
-            is_view = self._step.root(node) is self._root
-            args = self._step.maker[node].node.all_input_nodes if self._is_inside(node) else []
-            self._depends[node] = is_view or any(map(self.leads_to, args))
-        return self._depends[node]
+        if node not in self.depends:
+            is_view = self.step.root(node) is self.root
+            args = self.step.maker[node].node.all_input_nodes if self.is_inside(node) else []
+            self.depends[node] = is_view or any(map(self.leads_to, args))
+        return self.depends[node]
 
     def is_elementwise(self, output: fx.Node) -> bool:
         """True if each element of a result depends only on the input's at its position."""
@@ -379,20 +354,20 @@ class _ElementwisePath:
         waiting = [output]
         while waiting:
             node = waiting.pop()
-            if node is self._root or node in passed:
+            if node is self.root or node in passed:
                 continue
             passed.add(node)
-            args = [a for a in self._step.maker[node].node.all_input_nodes if self.leads_to(a)]
+            args = [a for a in self.step.maker[node].node.all_input_nodes if self.leads_to(a)]
             if not self._keeps_positions(node, args):
                 return False
             waiting += args
         has_padding = any(self._shape(node)[-1:] != self._shape(output)[-1:] for node in passed)
-        rows = {math.prod(self._shape(node)[:-1]) for node in (self._root, *passed)}
+        rows = {math.prod(self._shape(node)[:-1]) for node in (self.root, *passed)}
         return len(rows) == 1 if has_padding else True
 
     def _keeps_positions(self, node: fx.Node, args: list[fx.Node]) -> bool:
         """True if a call keeps elements at their positions, or pads or slices rows at their end."""
-        call = self._step.maker[node].node
+        call = self.step.maker[node].node
         if call.target in RESHAPES:
             return True
         if call.target is aten.slice.Tensor:
@@ -404,19 +379,18 @@ class _ElementwisePath:
 
     def _have_same_layout(self, output: fx.Node) -> bool:
         """True if input and result fill their storages in the same order."""
-        metas, storages = self._step.tape.metas, self._step.tape.storages
-        a, b = metas[self._root], metas[output]
-        sizes = {self._step.nbytes(self._root), self._step.nbytes(output)}
+        metas, storages = self.step.tape.metas, self.step.tape.storages
+        a, b = metas[self.root], metas[output]
+        sizes = {self.step.nbytes(self.root), self.step.nbytes(output)}
         sizes |= {storages[each.storage].nbytes for each in (a, b)}
         devices = {storages[each.storage].device for each in (a, b)}
         is_alike = (a.shape, a.stride) == (b.shape, b.stride)
         are_contiguous = all(each.stride == contiguous_stride(each.shape) for each in (a, b))
-        return (
-            a.dtype == b.dtype and len(sizes) == len(devices) == 1 and (is_alike or are_contiguous)
-        )
+        are_same = a.dtype == b.dtype and len(sizes) == len(devices) == 1
+        return are_same and (is_alike or are_contiguous)
 
     def _shape(self, node: fx.Node) -> tuple[int, ...]:
-        return self._step.tape.metas[node].shape
+        return self.step.tape.metas[node].shape
 
 
 def _slices_rows_from_start(call: fx.Node, n_dims: int) -> bool:

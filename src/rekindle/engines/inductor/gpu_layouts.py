@@ -1,27 +1,22 @@
 """Gives calls the layouts and shapes that fast GPU kernels want.
 
-- Convolutions get channels_last tensors. Those whose kernel tiles the image, as in the patch
-  embedding of vision transformers, become matmuls: convolution kernels take several times as long
-  with three channels as with eight. That is done in half precision only; in single precision,
-  matmuls and convolutions may be set to round differently.
+- Convolutions get channels_last tensors. Those whose kernel tiles the image become matmuls, in half
+  precision only: in single precision, the two may be set to round differently.
 - Large matmuls in half precision are padded to aligned sizes, and an added bias becomes part of
   them (`addmm`).
-- Attention reads queries, keys and values where a matmul has written them.
-  `torch.nn.MultiheadAttention` computes all three in one matmul, adds a bias, and copies the result
-  so that each is contiguous; the copy is needless, since attention kernels accept strides.
+- Attention reads queries, keys and values where a matmul has written them, without a copy.
 """
 
 from __future__ import annotations
 
 import math
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
 
-from rekindle.engines.inductor.recording_builder import RecordingBuilder, is_view
-from rekindle.engines.inductor.rewriter import Rewriter
+from rekindle.engines.inductor.rewriter import RecordingBuilder, Rewriter, is_view
 from rekindle.engines.strides import contiguous_stride
 from rekindle.passes.fx_nodes import RESHAPES
 from rekindle.passes.matmul_padding import PaddingOptions, is_large, missing
@@ -92,9 +87,8 @@ class GpuLayouts:
     def _attention(self, call: Call) -> None:
         """Attention on uncopied queries, keys and values where their strides allow it."""
         for node in attention_inputs(call.node):
-            source = uncopied_view(self.builder, self.node_map[node])
-            if source is not None and not self.rewriter.is_pinned([source.tensor]):
-                args = (source.tensor, list(source.shape), list(source.stride), source.offset)
+            args = uncopied_view(self.builder, self.node_map[node])
+            if args is not None and not self.rewriter.is_pinned(args):
                 self.node_map[node] = self.rewriter.emit_once(aten.as_strided.default, args, call)
                 self.strided.add(node)
         for node in call.node.all_input_nodes:
@@ -155,12 +149,8 @@ class GpuLayouts:
     def _padded_matmul(self, call: Call) -> None:
         *bias, a, b = _tensors(call)
         rows, inner, columns = self._missing(call)
-        args = [
-            self.rewriter.emit_once(
-                aten.constant_pad_nd.default, (self.node_map[each], [0, columns]), call
-            )
-            for each in bias
-        ]
+        pad, wide = aten.constant_pad_nd.default, [0, columns]
+        args = [self.rewriter.emit_once(pad, (self.node_map[each], wide), call) for each in bias]
         args += [self._padded(a, rows, inner, call), self._padded(b, inner, columns, call)]
         (result,) = self.builder.emit(call.node.target, tuple(args), {}, call, writes=()).results
         shape = self.old.metas[a].shape[0], self.old.metas[b].shape[1]
@@ -181,10 +171,8 @@ class GpuLayouts:
         is_transposed = call is not None and call.node.target is aten.t.default
         if is_transposed and node not in self.rewriter.functionalized:
             assert call is not None
-            (base,) = call.node.all_input_nodes
-            return emit_once(
-                aten.t.default, (self._padded(base, columns, rows, template),), template
-            )
+            whole = self._padded(call.node.all_input_nodes[0], columns, rows, template)
+            return emit_once(aten.t.default, (whole,), template)
         new = self.node_map[node]
         if not rows and not columns:
             return new
@@ -206,22 +194,15 @@ def _tensors(call: Call) -> list[fx.Node]:
     return [node for node in call.node.args if isinstance(node, fx.Node)]
 
 
-class StridedView(NamedTuple):
-    """A view of another tensor's storage."""
-
-    tensor: fx.Node
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-
 def attention_inputs(node: fx.Node) -> list[fx.Node]:
     """The queries, keys and values of an attention call."""
     return [arg for arg in node.args[ATTENTION_INPUTS[node.target]] if isinstance(arg, fx.Node)]
 
 
-def uncopied_view(builder: RecordingBuilder, node: fx.Node) -> StridedView | None:
-    """For a view of a copy: the same elements as a view of the copied tensor.
+def uncopied_view(
+    builder: RecordingBuilder, node: fx.Node
+) -> tuple[fx.Node, list[int], list[int], int] | None:
+    """For a view of a copy: the `as_strided` arguments of the same view of the copied tensor.
 
     None if that is no view of a copy, or if attention kernels would not accept the strides: rows
     must be contiguous and aligned.
@@ -258,7 +239,7 @@ def uncopied_view(builder: RecordingBuilder, node: fx.Node) -> StridedView | Non
     rows = [step for step, size in zip(stride, view.shape, strict=True) if size != 1]
     if not rows or rows[-1] != 1 or any(each % _ROW_MULTIPLE for each in (offset, *rows[:-1])):
         return None
-    return StridedView(source, tuple(view.shape), tuple(stride), offset)
+    return source, list(view.shape), stride, offset
 
 
 def _is_patchify(rewriter: Rewriter, call: Call) -> bool:

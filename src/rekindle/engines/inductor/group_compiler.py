@@ -37,29 +37,24 @@ Progress = Callable[[str], None]
 TensorSpec = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
 
 # CUDA graphs are captured elsewhere, and results must have the recorded strides.
-_CONFIG = {
-    "triton.cudagraphs": False,
-    "layout_optimization": False,
-    "comprehensive_padding": False,
-}
+_CONFIG = {"triton.cudagraphs": False, "layout_optimization": False, "comprehensive_padding": False}
 _MAX_NAME_LENGTH = 60
-_WRITES = (batch_statistics, torch.ops.aten.copy_.default)
+WRITES = (batch_statistics, torch.ops.aten.copy_.default)
 
 
 class CompiledGroup:
     """The compiled code of one kind of group: a function from its inputs to a list of tensors.
 
-    An input that it only writes to may be None: the result is discarded. `order` has the indices of
-    results in the order of their allocation, if known.
+    An input that it only writes to may be None: the result is discarded.
     """
 
     def __init__(self, name: str, graph: fx.Graph, specs: Sequence[TensorSpec]) -> None:
         self.__name__ = name
         self.on_fakes = fx.GraphModule(torch.nn.Module(), graph)
         self.specs = specs
-        self._writes = any(node.target in _WRITES for node in graph.nodes)
+        self._writes = any(node.target in WRITES for node in graph.nodes)
         self.code: Callable[..., Any] | None = None
-        self.order: list[int] = []
+        self.order: list[int] = []  # of its results' allocation, if known
 
     def __call__(self, *args: torch.Tensor | None) -> Any:
         assert self.code is not None, f"{self.__name__} has not been compiled"
@@ -69,11 +64,6 @@ class CompiledGroup:
         for arg, copy in copied if self._writes else ():
             arg.copy_(copy)
         return found
-
-    @property
-    def is_compiled(self) -> bool:
-        """True if it can be called."""
-        return self.code is not None
 
     def compile(self) -> None:
         """Compile the group with Inductor, or load it from Inductor's cache."""
@@ -124,7 +114,7 @@ class GroupCompiler:
 
     def compile(self, progress: Progress = lambda text: None) -> None:
         """Compile all groups that are not compiled yet."""
-        waiting = [function for function in self.functions if not function.is_compiled]
+        waiting = [function for function in self.functions if function.code is None]
         start = time.perf_counter()
         for index, function in enumerate(waiting):
             progress(f"compiling {index + 1} of {len(waiting)}: {function.__name__}")
@@ -141,11 +131,7 @@ def empty_tensor(spec: TensorSpec) -> torch.Tensor:
 
 
 def _with_spec(tensor: torch.Tensor | None, spec: TensorSpec) -> torch.Tensor:
-    """A tensor with the strides that code was compiled for.
-
-    It is the tensor itself, unless an operator's results have other strides than torch's meta
-    kernels say.
-    """
+    """A tensor with the strides that code was compiled for; usually it has them already."""
     if tensor is None:
         return empty_tensor(spec)
     shape, stride, *_ = spec
@@ -165,12 +151,8 @@ def _name(graph: fx.Graph) -> str:
 
 
 def result_order(function: Callable[[], Sequence[Any]], device: torch.device) -> list[int]:
-    """Call a function; returns the indices of its results in the order of their allocation.
-
-    The allocator's history is recorded for that. If someone else is recording it, the result is
-    empty.
-    """
-    if is_memory_history_enabled():
+    """Call a function; returns the indices of its results in the order of their allocation."""
+    if is_memory_history_enabled():  # someone else is recording
         return []
     index = torch.cuda.current_device() if device.index is None else device.index
     record_memory_history("all", context=None, clear_history=True)
@@ -188,10 +170,7 @@ def result_order(function: Callable[[], Sequence[Any]], device: torch.device) ->
 
 
 def allocation_order(allocated: Sequence[int], addresses: Sequence[int | None]) -> list[int]:
-    """The indices of addresses in the order of their allocation.
-
-    Addresses that were not allocated are left out; if one was allocated several times, the last
-    counts.
+    """The indices of allocated addresses in the order of their last allocation.
 
     >>> allocation_order([512, 0, 1024, 512], [1024, None, 512, 7])
     [0, 2]

@@ -1,14 +1,8 @@
-"""Switches on the allocator's expandable segments for steps that take nearly all memory.
-
-The caching allocator takes memory from the GPU in segments, and free memory scattered over segments
-cannot serve a large request: a step may fail although enough bytes are free. Expandable segments
-consist of pages that can be remapped, which avoids this fragmentation. Remapping takes time, and
-`cudagraph/arena.py` can steer ordinary segments only, so they are used only while a step runs as
-generated code with little memory to spare.
-"""
+"""Settings of the process while a step runs or is captured: allocator and garbage collector."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -22,7 +16,10 @@ _SETTING = "expandable_segments"
 
 
 class ExpandableSegments:
-    """The context in which the allocator uses expandable segments; `is_on` while it does."""
+    """The context in which the allocator uses expandable segments; `is_on` while it does.
+
+    They avoid fragmentation, but take time and cannot be steered: see docs/decisions/022.
+    """
 
     def __init__(self, settings: str) -> None:
         """Keep the other `settings`: setting one of the allocator's resets all others."""
@@ -46,10 +43,7 @@ class ExpandableSegments:
 
 
 def expandable_segments_for(peak_bytes: int, device: torch.device) -> ExpandableSegments | None:
-    """Expandable segments for a step with this peak; None if there is enough memory anyway.
-
-    Also None if the user has chosen another allocator, or expandable segments already.
-    """
+    """Expandable segments for a step with this peak; None if not needed, or the user's choice."""
     if device.type != "cuda" or torch.cuda.get_allocator_backend() != "native":
         return None
     if available_bytes(device) >= _ROOMY_RATIO * peak_bytes:
@@ -58,3 +52,15 @@ def expandable_segments_for(peak_bytes: int, device: torch.device) -> Expandable
     if settings.get(_SETTING):
         return None
     return ExpandableSegments(settings.get("PYTORCH_CUDA_ALLOC_CONF", ""))
+
+
+@contextmanager
+def gc_paused() -> Iterator[None]:
+    """Collect no reference cycles inside the context."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
