@@ -26,19 +26,10 @@ from rekindle.engines.select_engine import check_engine
 from rekindle.errors import InfeasibleBudget, ModelError, PlanError, RekindleError, ReportError
 from rekindle.planners.curve import trade_offs
 from rekindle.planners.registry import find_planner
-from rekindle.report import (
-    data,
-    figures,
-    fit_report,
-    run_report,
-    schemes_report,
-    sweep_figures,
-    sweep_report,
-    terminal,
-)
+from rekindle.report import data, figures, fit_report, run_report, schemes_report, sweep_report
 from rekindle.report.html import write_html
-from rekindle.report.schemes_figures import write_schemes_png
 from rekindle.report.summary import summarize
+from rekindle.report.terminal import curve_table, model_table, step_summary
 from rekindle.studies import schemes, sweep
 from rekindle.studies.model_runs import Profiled, Trained, find_largest_batch, profiled, trained
 from rekindle.units import format_budget, parse_bytes
@@ -76,7 +67,7 @@ def list_models(json: options.JsonOption = None) -> None:
     """List the models of the zoo."""
     specs = models.available()
     new_console(json).print(
-        terminal.model_table((s.name, s.summary, s.default_batch, s.needs) for s in specs)
+        model_table((s.name, s.summary, s.default_batch, s.needs) for s in specs)
     )
     rows = [
         {
@@ -246,7 +237,7 @@ def profile_model(
         if csv:
             data.write_csv(Path(csv), summary)
     console = new_console(json)
-    console.print(terminal.step_summary(summary))
+    console.print(step_summary(summary))
     print_written(console, html_path, png, csv, save)
     if json:
         write_json(json, data.step_data(summary))
@@ -321,7 +312,7 @@ def _plan_one(
         write_html(Path(html_path), summary, layout=rekindle.layout(graph, plan))
     if png:
         figures.write_png(Path(png), summary)
-    return _Shown(terminal.step_summary(summary), data.step_data(summary))
+    return _Shown(step_summary(summary), data.step_data(summary))
 
 
 def _plan_curves(
@@ -338,7 +329,7 @@ def _plan_curves(
     )
     if png:
         figures.write_curve_png(Path(png), plain, curves)
-    return _Shown(terminal.curve_table(plain, curves), data.curve_data(plain, curves))
+    return _Shown(curve_table(plain, curves), data.curve_data(plain, curves))
 
 
 def _check_plan_options(
@@ -385,7 +376,7 @@ def show_schemes(
         study = schemes.compare_schemes(model, wanted, measure=measure, how=how, tell=tell)
         tell("writing")
         if png:
-            write_schemes_png(Path(png), study)
+            schemes_report.write_schemes_png(Path(png), study)
     console = new_console(json)
     console.print(schemes_report.schemes_table(study))
     print_written(console, png)
@@ -490,7 +481,7 @@ def sweep_batches(
 
 def _show_sweep(found: Mapping[str, Any], folder: Path, json: str | None, *, draws: bool) -> None:
     """Draw the figures of a sweep, and print its table."""
-    written = sweep_figures.write_sweep_pngs(folder, found) if draws else []
+    written = sweep_report.write_sweep_pngs(folder, found) if draws else []
     console = new_console(json)
     console.print(sweep_report.sweep_table(found))
     if not draws:

@@ -31,8 +31,7 @@ from rekindle.core.graph.simulate import simulate
 from rekindle.core.memory.layout import layout
 from rekindle.errors import InfeasibleBudget, ModelError
 from rekindle.measuring.meters import peak_bytes
-from rekindle.models.zoo.catalog import MODELS, did_you_mean
-from rekindle.models.zoo.families import FAMILIES, Family
+from rekindle.models.zoo.catalog import FAMILIES, MODELS, Family, did_you_mean
 from rekindle.planners.registry import find_planner
 from rekindle.report.schemes_report import SCHEMES, Estimate, Measured, Scheme, SizeResult, Study
 from rekindle.studies.model_runs import (
