@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
@@ -31,7 +31,14 @@ from rekindle.report.html import write_html
 from rekindle.report.summary import summarize
 from rekindle.report.terminal import curve_table, model_table, step_summary
 from rekindle.studies import schemes, sweep
-from rekindle.studies.model_runs import Profiled, Trained, find_largest_batch, profiled, trained
+from rekindle.studies.model_runs import (
+    Profiled,
+    Tell,
+    Trained,
+    find_largest_batch,
+    profiled,
+    trained,
+)
 from rekindle.units import format_budget, parse_bytes
 
 DEMO_MODELS = ("resnet-tiny", "bert-tiny")
@@ -69,17 +76,8 @@ def list_models(json: options.JsonOption = None) -> None:
     new_console(json).print(
         model_table((s.name, s.summary, s.default_batch, s.needs) for s in specs)
     )
-    rows = [
-        {
-            "name": spec.name,
-            "summary": spec.summary,
-            "default_batch": spec.default_batch,
-            "needs": spec.needs,
-            "sizes": spec.sizes,
-        }
-        for spec in specs
-    ]
-    write_json(json, {"models": rows})
+    keys = ("name", "summary", "default_batch", "needs", "sizes")
+    write_json(json, {"models": [{key: getattr(spec, key) for key in keys} for spec in specs]})
 
 
 @app.command()
@@ -296,7 +294,7 @@ def _plan_one(
     html_path: str | None,
     png: str | None,
     save: str | None,
-    tell: Callable[[str], None],
+    tell: Tell,
 ) -> _Shown:
     graph, profile, about = found
     tell("planning")
@@ -316,11 +314,7 @@ def _plan_one(
 
 
 def _plan_curves(
-    found: Profiled,
-    planners: list[str],
-    points: int,
-    png: str | None,
-    tell: Callable[[str], None],
+    found: Profiled, planners: list[str], points: int, png: str | None, tell: Tell
 ) -> _Shown:
     graph, profile, about = found
     plain = summarize(graph, profile, rekindle.simulate(graph, profile), about)

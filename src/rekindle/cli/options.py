@@ -145,7 +145,7 @@ def _option(
     metavar: str,
     text: str,
     check: Callable[[str], str | None] | None = None,
-    **limit: int,
+    **limit: Any,
 ) -> Any:
     """An option with a value; `text` is its help, and `check` raises for a bad value."""
     return typer.Option(name, metavar=metavar, help=text, callback=check, **limit)

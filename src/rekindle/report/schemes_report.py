@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from rich.text import Text
 
 from rekindle.report.figures import DPI, GREY, GRID, INK, annotate, hide_frame, new_figure
 from rekindle.report.palette import MARKERS, SERIES
-from rekindle.report.tables import ABSENT, ForWidth, add_numbers, indented, new_table
+from rekindle.report.tables import ABSENT, ForWidth, indented, new_table
 from rekindle.report.words import percent
 from rekindle.units import format_bytes
 
@@ -129,11 +129,7 @@ class Study:
 
 
 def growth(sizes: Sequence[int], nbytes: Sequence[int]) -> float:
-    """The exponent with which bytes grow with size: 1 if twice the size takes twice the bytes.
-
-    >>> round(growth([1, 4, 16], [10, 20, 40]), 3)
-    0.5
-    """
+    """The exponent with which bytes grow with size: 1 if twice the size takes twice the bytes."""
     return float(np.polyfit(np.log(sizes), np.log(np.maximum(nbytes, 1)), 1)[0])
 
 
@@ -180,14 +176,10 @@ def schemes_table(study: Study) -> RenderableType:
 
 def schemes_data(study: Study) -> dict[str, Any]:
     """A study as data, in bytes and microseconds."""
+    settings = asdict(study)
+    del settings["results"]
     return {
-        "model": study.model,
-        "title": study.title,
-        "size_name": study.size_name,
-        "batch": study.batch,
-        "precision": study.precision,
-        "device": study.device,
-        "is_measured": study.is_measured,
+        **settings,
         "schemes": [
             {"name": scheme.name, "label": scheme.label, "planner": scheme.planner}
             for scheme in SCHEMES
@@ -198,34 +190,16 @@ def schemes_data(study: Study) -> dict[str, Any]:
 
 
 def _size_data(result: SizeResult) -> dict[str, Any]:
-    rows = {}
-    for name, estimate in result.estimates.items():
-        row: dict[str, Any] = {
-            "feature_bytes": estimate.feature_bytes,
-            "added_us": estimate.added_us,
-            "measured": None,
-        }
-        if name in result.measured:
-            taken = result.measured[name]
-            row["measured"] = {
-                "peak_bytes": taken.peak_bytes,
-                "forecast_bytes": taken.forecast_bytes,
-            }
-        rows[name] = row
-    return {
-        "size": result.size,
-        "ops": result.n_ops,
-        "step_us": result.step_us,
-        "schemes": rows,
+    measured = {name: asdict(taken) for name, taken in result.measured.items()}
+    rows = {
+        name: {**asdict(estimate), "measured": measured.get(name)}
+        for name, estimate in result.estimates.items()
     }
+    return {"size": result.size, "ops": result.n_ops, "step_us": result.step_us, "schemes": rows}
 
 
 def _section(
-    title: str,
-    study: Study,
-    cell: Cell,
-    with_growth: bool,
-    schemes: Sequence[Scheme] = SCHEMES,
+    title: str, study: Study, cell: Cell, with_growth: bool, schemes: Sequence[Scheme] = SCHEMES
 ) -> Iterator[RenderableType]:
     yield ""
     yield Text(title)
@@ -249,11 +223,9 @@ def _table(
     cell: Cell,
     growths: dict[str, float],
 ) -> Table:
-    table = new_table()
+    sizes = ["" if each.size is None else f"{each.size:,}" for each in results]
+    table = new_table(*sizes, *(["growth"] if growths else []), label=study.size_name)
     table.show_header = bool(study.size_name)
-    table.add_column(study.size_name, no_wrap=True)
-    add_numbers(table, *("" if each.size is None else f"{each.size:,}" for each in results))
-    add_numbers(table, *(["growth"] if growths else []))
     for scheme in schemes:
         row = [cell(scheme, result) for result in results]
         row += [growth_in_words(growths[scheme.name])] if growths else []
@@ -308,9 +280,8 @@ def _draw_lines(
         xs, ys = zip(*line, strict=True)
         colour = COLOURS[scheme.name]
         style = {"marker": MARKERS[index], "color": colour, "lw": 2.0, "ms": 6}
-        style |= (
-            {"ls": "--"} if scheme.name == "in-place-sharing" else {}
-        )  # mostly covers another line
+        if scheme.name == "in-place-sharing":
+            style["ls"] = "--"  # mostly covers another line
         axes.plot(xs, ys, zorder=4 + index, clip_on=False, **style)
         text = write(ys[-1])
         if is_named:
@@ -369,11 +340,7 @@ def _label_ends(axes: Any, ends: Sequence[tuple[float, float, str, str]]) -> Non
 
 
 def spread_apart(heights: Sequence[float]) -> tuple[list[int], list[float]]:
-    """The indices from the lowest up, and heights at which no two are too close.
-
-    >>> spread_apart([50.0, 20.0, 22.0])
-    ([1, 2, 0], [14.0, 28.0, 50.0])
-    """
+    """The indices from the lowest up, and heights at which no two are too close."""
     order = sorted(range(len(heights)), key=lambda place: heights[place])
     groups: list[list[float]] = []  # middle, and how many
     for place in order:

@@ -36,15 +36,9 @@ _COLUMN_GAP = 3  # characters
 
 MEMORY_INCHES = (10.5, 5.4)
 LATENCY_INCHES = (10.5, 6.6)
-THROUGHPUT_INCHES = (10.5, 5.4)
 TRADE_OFF_INCHES = (9.0, 6.0)
 
-_COLOURS = {
-    PLAIN: SERIES[7],
-    PLANNED: SERIES[0],
-    CHECKPOINT: SERIES[4],
-    COMPILE: SERIES[2],
-}
+_COLOURS = {PLAIN: SERIES[7], PLANNED: SERIES[0], CHECKPOINT: SERIES[4], COMPILE: SERIES[2]}
 _BUDGET_COLOURS = (SERIES[0], SERIES[5], SERIES[6], SERIES[3], SERIES[1])  # of planned steps
 _MARKS = dict(zip((PLAIN, PLANNED, CHECKPOINT, COMPILE), MARKERS, strict=False))
 _JOINED = {
@@ -103,8 +97,7 @@ def label_of(way: str, setting: str | float | None) -> str:
 
 def setting_of(case: Mapping[str, Any]) -> str | float | None:
     """The setting of a case: its budget, or its share of activations."""
-    setting: str | float | None = case["budget"] if case["way"] == PLANNED else case["share"]
-    return setting
+    return case["budget"] if case["way"] == PLANNED else case["share"]
 
 
 def series_of(data: Mapping[str, Any]) -> list[Series]:
@@ -186,9 +179,8 @@ def _table(data: Mapping[str, Any], width: int) -> Table:
 def _rows(data: Mapping[str, Any]) -> Iterator[dict[str, Text]]:
     """The cells of each case by column; only the first case of a batch size names it."""
     every = series_of(data)
-    plain = next((series for series in every if series.way == PLAIN), None)
     for batch in batches_of(data):
-        base = plain.done(batch) if plain is not None else None
+        base = _plain(every).done(batch)
         head = f"{batch:,}"
         for series in every:
             record = series.records.get(batch)
@@ -217,20 +209,14 @@ def _of_plain(record: Record, base: Record | None) -> str:
     return f"{percent(peak)}, {time:.2f}×"
 
 
-def _reserved(record: Record, base: Record | None) -> str:
-    found = record["reserved_bytes"]
-    return ABSENT if found is None else format_bytes(found)
-
-
-def _forecast(record: Record, base: Record | None) -> str:
-    found = record["forecast"]
-    return ABSENT if found is None else format_bytes(found["peak_bytes"])
+def _if_known(nbytes: int | None) -> str:
+    return ABSENT if nbytes is None else format_bytes(nbytes)
 
 
 _CELLS: dict[str, Callable[[Record, Record | None], str]] = {
     "peak": lambda record, base: format_bytes(record["peak_bytes"]),
-    "forecast": _forecast,
-    "reserved": _reserved,
+    "forecast": lambda record, base: _if_known((record["forecast"] or {}).get("peak_bytes")),
+    "reserved": lambda record, base: _if_known(record["reserved_bytes"]),
     "step": lambda record, base: format_us(record["step_us"]),
     "samples/s": lambda record, base: f"{record['samples_per_s']:,.4g}",
     "of plain": _of_plain,
@@ -283,9 +269,8 @@ def memory_figure(data: Record) -> Any:
     axes.set_title("Peak memory of a training step", loc="left", fontsize=11, color=INK)
     cap = data["cap_bytes"]
     highest = max(peaks)
-    if cap is not None and (
-        cap < _FAR_ABOVE_RATIO * highest or any(series.too_large for series in every)
-    ):
+    is_reached = any(series.too_large for series in every)
+    if cap is not None and (is_reached or cap < _FAR_ABOVE_RATIO * highest):
         highest = max(highest, cap)
         style = {"color": INK, "lw": 1.2, "ls": "--", "zorder": 4}
         axes.axhline(cap / byte_unit(int(highest))[0], label=f"cap {format_bytes(cap)}", **style)
@@ -298,14 +283,9 @@ def memory_figure(data: Record) -> Any:
         places = {batch: place + shift for place, batch in enumerate(batches)}
         found = series.points("peak_bytes")
         bars = found or [(batches[0], 0)]  # the legend needs a bar
-        axes.bar(
-            [places[batch] for batch, _ in bars],
-            [peak / unit for _, peak in bars],
-            width=width * 0.92,
-            color=_colour(series, every),
-            label=series.label,
-            zorder=3,
-        )
+        at, heights = [places[batch] for batch, _ in bars], [peak / unit for _, peak in bars]
+        colour, bar_width = _colour(series, every), width * 0.92
+        axes.bar(at, heights, width=bar_width, color=colour, label=series.label, zorder=3)
         for batch, peak in found:
             style = {"ha": "center", "va": "bottom", "rotation": 90 if upright else 0}
             style |= {"zorder": 7, "bbox": _WHITE_BOX}
@@ -315,8 +295,8 @@ def memory_figure(data: Record) -> Any:
                 ends = (places[batch] - width * 0.4, places[batch] + width * 0.4)
                 forecasts.append((forecast["peak_bytes"] / unit, *ends))
         for batch in series.too_large:
-            height = (cap or highest) / unit
-            _mark_missing(axes, series, batch, places[batch], height, width * 0.92, every)
+            record, height = series.records[batch], (cap or highest) / unit
+            _mark_missing(axes, record, places[batch], height, bar_width, colour)
     if forecasts:
         style = {"color": SERIES[1], "lw": 1.6, "zorder": 5, "label": "forecast"}
         axes.hlines(*zip(*forecasts, strict=True), **style)
@@ -341,7 +321,7 @@ def latency_figure(data: Record) -> Any:
     else:
         above, below = figure.subplots(2, 1, height_ratios=[2.4, 1], sharex=True)
     above.set_title("Time of a training step", loc="left", fontsize=11, color=INK)
-    _draw_lines(above, every, batches, lambda record: record["step_us"] / 1e3)
+    _draw_lines(above, every, batches, "step_us", unit=1e3)
     if _is_wide(batches):
         _scale_logarithmically(above, min(times) / 1.5, max(times) * 1.2)
     else:
@@ -374,10 +354,10 @@ def throughput_figure(data: Record) -> Any:
     rates = [rate for series in every for _, rate in series.points("samples_per_s")]
     if not rates:
         return None
-    figure = new_figure(sweep_title(data), THROUGHPUT_INCHES)
+    figure = new_figure(sweep_title(data), MEMORY_INCHES)
     axes = figure.subplots()
     axes.set_title("Throughput", loc="left", fontsize=11, color=INK)
-    _draw_lines(axes, every, batches, lambda record: record["samples_per_s"])
+    _draw_lines(axes, every, batches, "samples_per_s")
     axes.set_ylim(0, max(rates) * 1.1)
     axes.yaxis.set_major_formatter(lambda rate, place: f"{rate:,.10g}")
     finish(axes, "batch size", "samples a second", "y")
@@ -413,14 +393,11 @@ def trade_off_figure(data: Record) -> Any:
 def trade_off_batch(data: Record) -> int | None:
     """The largest batch size at which plain and the most other ways ran."""
     every = series_of(data)
-    plain = _plain(every)
-    if plain is None:
-        return None
 
     def rank(batch: int) -> tuple[int, int]:
         return sum(series.done(batch) is not None for series in every), batch
 
-    return max((batch for batch, _ in plain.points("step_us")), key=rank, default=None)
+    return max((batch for batch, _ in _plain(every).points("step_us")), key=rank, default=None)
 
 
 def _curves(data: Record, batch: int) -> dict[str, list[tuple[float, float, Series]]]:
@@ -429,8 +406,7 @@ def _curves(data: Record, batch: int) -> dict[str, list[tuple[float, float, Seri
     Points of `torch.compile` are ordered by the share of activations that it may keep.
     """
     every = series_of(data)
-    plain = _plain(every)
-    base = plain.done(batch) if plain is not None else None
+    base = _plain(every).done(batch)
     assert base is not None
     curves: dict[str, list[tuple[float, float, Series]]] = {}
     for series in every:
@@ -448,10 +424,11 @@ def _order(point: tuple[float, float, Series]) -> tuple[float, float]:
     return (1.0 if series.setting is None else float(series.setting)), peak
 
 
-def _against_plain(series: Series, plain: Series | None) -> list[tuple[int, float]]:
+def _against_plain(series: Series, plain: Series) -> list[tuple[int, float]]:
     """The step's time as a multiple of the plain step's, where both ran."""
-    pairs = [(batch, time, plain and plain.done(batch)) for batch, time in series.points("step_us")]
-    return [(batch, time / base["step_us"]) for batch, time, base in pairs if base]
+    base = dict(plain.points("step_us"))
+    times = series.points("step_us")
+    return [(batch, time / base[batch]) for batch, time in times if batch in base]
 
 
 def _main_series(data: Record) -> list[Series]:
@@ -460,8 +437,9 @@ def _main_series(data: Record) -> list[Series]:
     return [series for series in every if series.way != COMPILE or series.setting is None]
 
 
-def _plain(every: Sequence[Series]) -> Series | None:
-    return next((series for series in every if series.way == PLAIN), None)
+def _plain(every: Sequence[Series]) -> Series:
+    """The plain steps; a series without records if none was asked for."""
+    return next((series for series in every if series.way == PLAIN), Series(PLAIN, None, {}))
 
 
 def _colour(series: Series, every: Sequence[Series]) -> str:
@@ -473,12 +451,11 @@ def _colour(series: Series, every: Sequence[Series]) -> str:
 
 
 def _draw_lines(
-    axes: Any, every: Sequence[Series], batches: Sequence[int], number: Callable[[Any], float]
+    axes: Any, every: Sequence[Series], batches: Sequence[int], key: str, unit: float = 1.0
 ) -> None:
     """One line per way; a cross at the foot where it ran out of memory."""
     for series in every:
-        found = ((batch, series.done(batch)) for batch in batches)
-        line = [(batch, number(record)) for batch, record in found if record is not None]
+        line = [(batch, number / unit) for batch, number in series.points(key)]
         style = {"color": _colour(series, every), "label": series.label}
         _plot(axes, series.way, line, size=6, **style)
     first, last = min(batches), max(batches)
@@ -542,19 +519,12 @@ def _draw_curve(
 
 
 def _mark_missing(
-    axes: Any,
-    series: Series,
-    batch: int,
-    place: float,
-    height: float,
-    width: float,
-    every: Sequence[Series],
+    axes: Any, record: Record, place: float, height: float, width: float, colour: str
 ) -> None:
     """A dashed outline in place of the bar of a step that ran out of memory."""
-    colour = _colour(series, every)
     outline = {"facecolor": "none", "edgecolor": colour, "ls": (0, (4, 3)), "lw": 1.0}
     axes.bar([place], [height], width=width * 0.9, zorder=2, alpha=0.6, **outline)
-    why = "no plan fits" if series.records[batch]["kind"] == INFEASIBLE else "out of memory"
+    why = "no plan fits" if record["kind"] == INFEASIBLE else "out of memory"
     style = {"rotation": 90, "ha": "center", "va": "bottom", "fontsize": 9, "zorder": 6}
     axes.text(place, height * 0.04, why, color=INK, **style)
 

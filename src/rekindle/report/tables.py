@@ -54,10 +54,12 @@ def bar(share: float, width: int) -> str:
     return "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
 
 
-def new_table(*columns: str) -> Table:
-    """A table with a rule under its head; the columns given are right-aligned numbers."""
+def new_table(*numbers: str, label: str | None = None) -> Table:
+    """A table with a rule under its head: a column of labels, if any, and columns of numbers."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
-    add_numbers(table, *columns)
+    if label is not None:
+        table.add_column(label, no_wrap=True)
+    add_numbers(table, *numbers)
     return table
 
 

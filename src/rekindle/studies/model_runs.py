@@ -229,10 +229,7 @@ def _saved(path: str, asked: dict[str, Any], tell: Tell) -> Profiled:
 
 
 class _WithoutInitialization(TorchFunctionMode):
-    """Leaves parameters uninitialized where only their sizes, or a batch, are needed.
-
-    Initializing the parameters of a large model takes longer than the rest of building it.
-    """
+    """Leaves parameters uninitialized, which saves most of the time of building a large model."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

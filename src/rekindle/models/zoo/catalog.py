@@ -16,9 +16,7 @@ from rekindle.models.workload import (
     ModelParts,
     ModelSpec,
     Workload,
-    check_batch,
-    check_device,
-    check_precision,
+    check_settings,
     make_train_step,
 )
 from rekindle.models.zoo import small, text, vision
@@ -30,6 +28,7 @@ LEARNING_RATE = 1e-4
 _BERT_LARGE = partial(text.bert, layers=24, heads=16, hidden=1024)
 _BERT_TINY = partial(text.bert, sequence=64, layers=2, heads=2, hidden=128, vocab=1024)
 _GPT2_TINY = partial(text.gpt2, sequence=64, layers=2, heads=2, hidden=128, vocab=1024)
+_RESNET_TINY = "3 residual blocks, 32x32 images"
 _VIT_TINY = partial(vision.vit, image=32, patch=4, layers=2, heads=2, hidden=64, classes=10)
 
 
@@ -44,13 +43,7 @@ MODELS: dict[str, ModelSpec] = {
     for spec in (
         ModelSpec("mlp", "perceptron, 4 hidden layers of 512", 64, small.mlp),
         ModelSpec("lstm", "2 LSTM layers unrolled by hand over 32 tokens", 32, small.lstm),
-        ModelSpec(
-            "resnet-tiny",
-            "3 residual blocks, 32x32 images",
-            16,
-            vision.resnet_tiny,
-            "torchvision",
-        ),
+        ModelSpec("resnet-tiny", _RESNET_TINY, 16, vision.resnet_tiny, "torchvision"),
         _resnet(18, 64),
         _resnet(50, 64),
         _resnet(152, 32),
@@ -97,9 +90,7 @@ def build(
     """
     spec = name if isinstance(name, ModelSpec) else find(name)
     batch_size = spec.default_batch if batch is None else batch
-    check_batch(batch_size)
-    check_precision(precision)
-    target = check_device(device)
+    target = check_settings(batch_size, precision, device)
     parts = _seeded_parts(spec, batch_size, size)
 
     model = parts.model.train().to(target)
