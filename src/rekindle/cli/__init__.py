@@ -30,15 +30,8 @@ from rekindle.report import data, figures, fit_report, run_report, schemes_repor
 from rekindle.report.html import write_html
 from rekindle.report.summary import summarize
 from rekindle.report.terminal import curve_table, model_table, step_summary
-from rekindle.studies import schemes, sweep
-from rekindle.studies.model_runs import (
-    Profiled,
-    Tell,
-    Trained,
-    find_largest_batch,
-    profiled,
-    trained,
-)
+from rekindle.studies import model_runs, schemes, sweep
+from rekindle.studies.model_runs import Profiled, Tell, Trained
 from rekindle.units import format_budget, parse_bytes
 
 DEMO_MODELS = ("resnet-tiny", "bert-tiny")
@@ -96,7 +89,7 @@ def demo(
     rows: list[dict[str, Any]] = []
     for spec in specs:
         with working(spec.name, json) as tell:
-            found = trained(spec.name, {}, steps=steps, tell=tell, budget=DEMO_BUDGET)
+            found = model_runs.trained(spec.name, {}, steps=steps, tell=tell, budget=DEMO_BUDGET)
             tell("writing")
             shown = _shown_run(found, f"{spec.summary}, on the CPU", pages.get(spec.name))
         console.print(shown.table)
@@ -146,7 +139,7 @@ def run_model(
         within = {"plan": load_plan(plan_file)}
     within["engine"] = engine or "auto"
     with working(model, json) as tell:
-        found = trained(model, how, steps=steps, tell=tell, **within)
+        found = model_runs.trained(model, how, steps=steps, tell=tell, **within)
         tell("writing")
         mode = ", deterministic" if found.is_deterministic else ""
         shown = _shown_run(found, f"on {found.device}{mode}", html_path)
@@ -222,7 +215,7 @@ def profile_model(
     """Show where the memory and the time of a training step go."""
     how = {"batch": batch, "precision": precision, "device": device, "runs": runs}
     with working(model, json) as tell:
-        graph, profile, about = profiled(model, how, cache=not no_cache, tell=tell)
+        graph, profile, about = model_runs.profiled(model, how, cache=not no_cache, tell=tell)
         tell("simulating")
         summary = summarize(graph, profile, rekindle.simulate(graph, profile), about)
         tell("writing")
@@ -267,7 +260,7 @@ def plan_model(
         find_planner(name)  # refuses an unknown name before the work starts
     how = {"batch": batch, "precision": precision, "device": device, "runs": runs}
     with working(model, json) as tell:
-        found = profiled(model, how, cache=not no_cache, tell=tell)
+        found = model_runs.profiled(model, how, cache=not no_cache, tell=tell)
         if pareto:
             show = _plan_curves(found, names, points or 20, png, tell)
         else:
@@ -395,7 +388,7 @@ def find_max_batch(
     """
     share = options.parse_share(at_least)
     with working(model, json) as tell:
-        found, checks = find_largest_batch(
+        found, checks = model_runs.find_largest_batch(
             model,
             budget,
             device=device,

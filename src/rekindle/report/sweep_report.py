@@ -316,21 +316,20 @@ def latency_figure(data: Record) -> Any:
         return None
     lines = {series.label: _against_plain(series, _plain(every)) for series in every}
     figure = new_figure(sweep_title(data), LATENCY_INCHES)
-    if not any(lines.values()):  # the plain step has never run
-        above = figure.subplots()
-    else:
+    has_plain = any(lines.values())
+    if has_plain:
         above, below = figure.subplots(2, 1, height_ratios=[2.4, 1], sharex=True)
+    else:
+        above = figure.subplots()
     above.set_title("Time of a training step", loc="left", fontsize=11, color=INK)
     _draw_lines(above, every, batches, "step_us", unit=1e3)
     if _is_wide(batches):
         _scale_logarithmically(above, min(times) / 1.5, max(times) * 1.2)
     else:
         above.set_ylim(0, max(times) * 1.1)
-    if any(lines.values()):
-        finish(above, "", "step time, ms", "y")
+    finish(above, "" if has_plain else "batch size", "step time, ms", "y")
+    if has_plain:
         _draw_ratios(below, every, lines)
-    else:
-        finish(above, "batch size", "step time, ms", "y")
     _add_legend(figure, above)
     return figure
 
