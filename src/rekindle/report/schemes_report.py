@@ -14,7 +14,7 @@ from rich.text import Text
 
 from rekindle.report.figures import DPI, GREY, GRID, INK, annotate, hide_frame, new_figure
 from rekindle.report.palette import MARKERS, SERIES
-from rekindle.report.tables import ABSENT, ForWidth, indented, new_table
+from rekindle.report.tables import ABSENT, ForWidth, indented, known_bytes, new_table
 from rekindle.report.words import percent
 from rekindle.units import format_bytes
 
@@ -133,8 +133,8 @@ def growth(sizes: Sequence[int], nbytes: Sequence[int]) -> float:
     return float(np.polyfit(np.log(sizes), np.log(np.maximum(nbytes, 1)), 1)[0])
 
 
-Cell = Callable[[Scheme, SizeResult], str]
-Number = Callable[[Scheme, SizeResult], float | None]
+Number = Callable[[SizeResult, Scheme], float | None]
+Write = Callable[[Any], str]
 
 
 def schemes_title(study: Study) -> str:
@@ -154,22 +154,14 @@ def schemes_table(study: Study) -> RenderableType:
     """Bytes of feature maps by scheme and size, the added time, and the measured peaks."""
     parts: list[RenderableType] = [Text(schemes_title(study), style="bold")]
 
-    def feature_cell(scheme: Scheme, result: SizeResult) -> str:
-        return format_bytes(result.feature_bytes(scheme))
-
-    def time_cell(scheme: Scheme, result: SizeResult) -> str:
-        return percent(result.added_share(scheme))
-
-    def measured_cell(scheme: Scheme, result: SizeResult) -> str:
-        nbytes = result.measured_bytes(scheme)
-        return ABSENT if nbytes is None else format_bytes(nbytes)
-
-    parts += _section("Feature maps, estimated by laying the step out", study, feature_cell, True)
+    title = "Feature maps, estimated by laying the step out"
+    parts += _section(title, study, SizeResult.feature_bytes, format_bytes, with_growth=True)
     planned = [scheme for scheme in SCHEMES if scheme.planner]
-    parts += _section("Time added, of the plain step", study, time_cell, False, planned)
+    title = "Time added, of the plain step"
+    parts += _section(title, study, SizeResult.added_share, percent, planned)
     if any(result.measured for result in study.results):
         title = "All that the step takes, weights' gradients included, measured"
-        parts += _section(title, study, measured_cell, False)
+        parts += _section(title, study, SizeResult.measured_bytes, known_bytes)
         parts += [indented(_forecast_line(study)), ""]
     return Group(*parts)
 
@@ -199,10 +191,26 @@ def _size_data(result: SizeResult) -> dict[str, Any]:
 
 
 def _section(
-    title: str, study: Study, cell: Cell, with_growth: bool, schemes: Sequence[Scheme] = SCHEMES
+    title: str,
+    study: Study,
+    number: Number,
+    write: Write,
+    schemes: Sequence[Scheme] = SCHEMES,
+    *,
+    with_growth: bool = False,
 ) -> Iterator[RenderableType]:
     yield ""
     yield Text(title)
+
+    def table(results: Sequence[SizeResult], growths: Mapping[str, float]) -> Table:
+        sizes = ["" if each.size is None else f"{each.size:,}" for each in results]
+        table = new_table(*sizes, *(["growth"] if growths else []), label=study.size_name)
+        table.show_header = bool(study.size_name)
+        for scheme in schemes:
+            row = [write(number(result, scheme)) for result in results]
+            row += [growth_in_words(growths[scheme.name])] if growths else []
+            table.add_row(scheme.label, *row)
+        return table
 
     def make(width: int) -> RenderableType:
         is_narrow = width < _NAME_COLUMNS + _NUMBER_COLUMNS + _GROWTH_COLUMNS
@@ -210,27 +218,9 @@ def _section(
         room = width - _NAME_COLUMNS - (_GROWTH_COLUMNS if growths else 0)
         each, results = max(1, room // _NUMBER_COLUMNS), study.results
         groups = [results[at : at + each] for at in range(0, len(results), each)]
-        tables = [_table(study, schemes, group, cell, {}) for group in groups[:-1]]
-        return Group(*tables, _table(study, schemes, groups[-1], cell, growths))
+        return Group(*(table(group, growths if group is groups[-1] else {}) for group in groups))
 
     yield indented(ForWidth(make))
-
-
-def _table(
-    study: Study,
-    schemes: Sequence[Scheme],
-    results: Sequence[SizeResult],
-    cell: Cell,
-    growths: dict[str, float],
-) -> Table:
-    sizes = ["" if each.size is None else f"{each.size:,}" for each in results]
-    table = new_table(*sizes, *(["growth"] if growths else []), label=study.size_name)
-    table.show_header = bool(study.size_name)
-    for scheme in schemes:
-        row = [cell(scheme, result) for result in results]
-        row += [growth_in_words(growths[scheme.name])] if growths else []
-        table.add_row(scheme.label, *row)
-    return table
 
 
 def _forecast_line(study: Study) -> str:
@@ -255,25 +245,23 @@ def write_schemes_png(path: Path, study: Study) -> None:
     narrow.set_title(aside, loc="left", fontsize=11, color=INK)
     draw = _draw_lines if len(study.results) > 1 else _draw_bars
 
-    def added(scheme: Scheme, result: SizeResult) -> float | None:
+    def added(result: SizeResult, scheme: Scheme) -> float | None:
         return result.added_share(scheme) if scheme.planner else None
 
-    draw(wide, study, lambda s, r: r.feature_bytes(s) or None, format_bytes, is_named=True)
+    draw(wide, study, lambda r, s: r.feature_bytes(s) or None, format_bytes, is_named=True)
     if is_run:
-        draw(narrow, study, lambda s, r: r.measured_bytes(s), format_bytes, is_named=False)
+        draw(narrow, study, SizeResult.measured_bytes, format_bytes, is_named=False)
     else:
         draw(narrow, study, added, percent, is_named=False)
     figure.savefig(path, dpi=DPI, format="png", pil_kwargs={"optimize": True})
 
 
-def _draw_lines(
-    axes: Any, study: Study, number: Number, write: Callable[[Any], str], *, is_named: bool
-) -> None:
+def _draw_lines(axes: Any, study: Study, number: Number, write: Write, *, is_named: bool) -> None:
     """One line per scheme over all sizes; at its end the name, or only the last number."""
     growths = study.growths if is_named else {}
     ends: list[tuple[float, float, str, str]] = []
     for index, scheme in enumerate(SCHEMES):
-        found = [(result.size, number(scheme, result)) for result in study.results]
+        found = [(result.size, number(result, scheme)) for result in study.results]
         line = [(x, y) for x, y in found if x is not None and y is not None]
         if not line:
             continue
@@ -293,7 +281,7 @@ def _draw_lines(
     axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
     axes.set_xticks([], minor=True)
     axes.set_xlabel(study.size_name, color=INK)
-    numbers = [number(scheme, result) for scheme in SCHEMES for result in study.results]
+    numbers = [number(result, scheme) for scheme in SCHEMES for result in study.results]
     _scale(axes, [n for n in numbers if n is not None], write)
     axes.grid(color=GRID, lw=0.8, zorder=1)
     axes.tick_params(labelsize=9, length=0)
@@ -302,7 +290,7 @@ def _draw_lines(
     _label_ends(axes, ends)
 
 
-def _scale(axes: Any, numbers: Sequence[float], write: Callable[[Any], str]) -> None:
+def _scale(axes: Any, numbers: Sequence[float], write: Write) -> None:
     """Set up the axis: logarithmic for bytes, from zero for shares."""
     if write is percent:
         axes.set_ylim(0, max(numbers, default=1.0) * 1.1 or 1.0)
@@ -359,13 +347,11 @@ def _reach(group: Sequence[float], side: int) -> float:
     return middle + side * (n - 1) / 2 * _LINE_POINTS
 
 
-def _draw_bars(
-    axes: Any, study: Study, number: Number, write: Callable[[Any], str], *, is_named: bool
-) -> None:
+def _draw_bars(axes: Any, study: Study, number: Number, write: Write, *, is_named: bool) -> None:
     """One bar per scheme, for a model with one size."""
     (result,) = study.results
     for place, scheme in enumerate(SCHEMES):
-        value = number(scheme, result)
+        value = number(result, scheme)
         if value is not None:
             axes.barh(place, value, color=COLOURS[scheme.name], height=0.72, zorder=3)
         if value is None and write is percent:

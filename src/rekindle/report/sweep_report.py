@@ -15,7 +15,7 @@ from rich.text import Text
 from rekindle.report.figures import DPI, GREY, INK, annotate, byte_unit, finish, new_figure
 from rekindle.report.names import shorten
 from rekindle.report.palette import MARKERS, SERIES
-from rekindle.report.tables import ABSENT, ForWidth, indented, new_table
+from rekindle.report.tables import ABSENT, ForWidth, indented, known_bytes, new_table
 from rekindle.report.words import percent
 from rekindle.units import format_bytes, format_us
 
@@ -209,14 +209,10 @@ def _of_plain(record: Record, base: Record | None) -> str:
     return f"{percent(peak)}, {time:.2f}×"
 
 
-def _if_known(nbytes: int | None) -> str:
-    return ABSENT if nbytes is None else format_bytes(nbytes)
-
-
 _CELLS: dict[str, Callable[[Record, Record | None], str]] = {
     "peak": lambda record, base: format_bytes(record["peak_bytes"]),
-    "forecast": lambda record, base: _if_known((record["forecast"] or {}).get("peak_bytes")),
-    "reserved": lambda record, base: _if_known(record["reserved_bytes"]),
+    "forecast": lambda record, base: known_bytes((record["forecast"] or {}).get("peak_bytes")),
+    "reserved": lambda record, base: known_bytes(record["reserved_bytes"]),
     "step": lambda record, base: format_us(record["step_us"]),
     "samples/s": lambda record, base: f"{record['samples_per_s']:,.4g}",
     "of plain": _of_plain,

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rekindle.report.names import shorten
+from rekindle.units import format_bytes
 
 WIDE_COLUMNS = 100
 """The terminal width from which tables stand side by side and show every column."""
@@ -46,6 +47,11 @@ class ForWidth:
         self, console: Console, options: ConsoleOptions
     ) -> Iterable[RenderableType]:
         yield self.make(options.max_width)
+
+
+def known_bytes(nbytes: int | None) -> str:
+    """A number of bytes, or the sign for one that is not known."""
+    return ABSENT if nbytes is None else format_bytes(nbytes)
 
 
 def bar(share: float, width: int) -> str:
