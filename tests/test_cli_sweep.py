@@ -17,7 +17,7 @@ from support import commands
 from torch import nn
 
 from rekindle.errors import ModelError
-from rekindle.report import sweep_figures
+from rekindle.report import sweep_report
 from rekindle.studies import peers, sweep
 from rekindle.studies.isolated_process import write_atomically
 from rekindle.studies.peers import checkpoint_every_block, repeated_blocks
@@ -296,7 +296,7 @@ def test_what_is_there_is_not_run_again(
     quick = Case("train.py:make", 512, "plain", steps=1)
     made_up = {key: value for key, value in run_case(quick).items() if key != "case"}
     monkeypatch.setattr(HERE, "run_case", lambda case: {"case": asdict(case), **made_up})
-    monkeypatch.setattr(sweep_figures, "write_sweep_pngs", lambda folder, data: [])
+    monkeypatch.setattr(sweep_report, "write_sweep_pngs", lambda folder, data: [])
     arguments = ["train.py:make", "--batches", "512", "--budget", "90%"]
 
     def ran(*more: str) -> list[tuple[int, str]]:

@@ -15,8 +15,7 @@ from rekindle.core.cost.profile import Profile
 from rekindle.core.graph.graph import Role, StepGraph
 from rekindle.models.workload import ModelSpec, Workload
 from rekindle.models.zoo import small
-from rekindle.models.zoo.catalog import build
-from rekindle.models.zoo.families import FAMILIES
+from rekindle.models.zoo.catalog import FAMILIES, build
 from rekindle.report.schemes_report import SCHEMES, Estimate, growth
 from rekindle.studies.schemes import (
     estimate,

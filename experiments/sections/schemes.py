@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from experiments.page import ABSENT, Page, not_measured, paragraphs, shown, table, times
-from rekindle.report.schemes_figures import write_schemes_png
-from rekindle.report.schemes_report import growth_in_words
+from rekindle.report.schemes_report import growth_in_words, write_schemes_png
 from rekindle.report.words import percent
 from rekindle.studies.schemes import SCHEMES, Estimate, Measured, SizeResult, Study
 from rekindle.units import format_bytes

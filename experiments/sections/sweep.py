@@ -8,7 +8,7 @@ from typing import Any
 from experiments.config import Range
 from experiments.page import ABSENT, Page, not_measured, paragraphs, table, times, title_of
 from experiments.pieces import half_name, sweep_name
-from rekindle.report import sweep_figures
+from rekindle.report import sweep_report
 from rekindle.report.sweep_report import (
     DONE,
     INFEASIBLE,
@@ -63,7 +63,7 @@ def _for_each(page: Page, write: Callable[[Page, Range, Data], str]) -> str:
 
 def _memory(page: Page, sweep: Range, data: Data) -> str:
     about = f"Peak memory of {title_of(sweep.model)} against batch size"
-    figure = sweep_figures.memory_figure(data)
+    figure = sweep_report.memory_figure(data)
     picture = page.picture(f"memory-{sweep.model}", about, figure)
 
     def peak(record: Record, plain: Record | None) -> str:
@@ -81,8 +81,8 @@ def _latency(page: Page, sweep: Range, data: Data) -> str:
     pictures = [
         page.picture(f"{kind}-{sweep.model}", f"{about} of {name} against batch size", draw(data))
         for kind, about, draw in (
-            ("latency", "Step time", sweep_figures.latency_figure),
-            ("throughput", "Throughput", sweep_figures.throughput_figure),
+            ("latency", "Step time", sweep_report.latency_figure),
+            ("throughput", "Throughput", sweep_report.throughput_figure),
         )
     ]
 

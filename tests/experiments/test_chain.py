@@ -26,7 +26,7 @@ from experiments.sections import (
     sweep,
 )
 from rekindle.planners.registry import PLANNERS
-from rekindle.report import sweep_figures
+from rekindle.report import sweep_report
 from rekindle.report.schemes_report import schemes_data
 from rekindle.studies import peers as ways_of_others
 from rekindle.units import format_bytes
@@ -152,7 +152,7 @@ def test_batch_sizes(made: Made) -> None:
     planned = [record for record in short if record["case"]["way"] != "plain"]
     assert all(record["kind"] == "InfeasibleBudget" for record in planned), planned
     assert len(planned) <= 1
-    (axes,) = sweep_figures.memory_figure(data).axes
+    (axes,) = sweep_report.memory_figure(data).axes
     named = [bars for bars in axes.containers if not bars.get_label().startswith("_")]
     drawn = (bar.get_height() for bars in named for bar in bars)
     heights = sorted(filter(None, drawn))  # a way without any result has an empty bar, to be named

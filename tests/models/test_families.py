@@ -8,7 +8,7 @@ from torch import nn
 
 from rekindle.errors import ModelError
 from rekindle.models import build
-from rekindle.models.zoo.families import FAMILIES
+from rekindle.models.zoo.catalog import FAMILIES
 from rekindle.models.zoo.small import LSTMLanguageModel, next_token_loss
 
 

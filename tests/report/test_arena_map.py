@@ -25,8 +25,7 @@ from rekindle.core.graph.schedule import Plan
 from rekindle.core.graph.simulate import simulate
 from rekindle.core.memory.layout import Layout, layout
 from rekindle.errors import ReportError
-from rekindle.report.html import map_words, write_html
-from rekindle.report.page_data import map_data
+from rekindle.report.html import map_data, map_words, write_html
 from rekindle.report.palette import colour
 from rekindle.report.summary import summarize
 

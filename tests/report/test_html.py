@@ -15,9 +15,8 @@ from rekindle.core.graph.graph import Op, Phase, Role, StepGraph, Storage, Value
 from rekindle.core.graph.simulate import simulate
 from rekindle.core.memory.layout import layout
 from rekindle.errors import ReportError
-from rekindle.report.html import write_html
-from rekindle.report.page_data import phase_bands, positions
-from rekindle.report.summary import summarize
+from rekindle.report.html import positions, write_html
+from rekindle.report.summary import phase_bands, summarize
 
 pytest.importorskip("plotly")
 

@@ -21,7 +21,7 @@ from rekindle.core.graph.schedule import Plan
 from rekindle.core.graph.simulate import simulate
 from rekindle.planners.registry import PLANNERS
 from rekindle.report.html import write_html
-from rekindle.report.page_data import phase_bands
+from rekindle.report.summary import phase_bands
 
 pytest.importorskip("plotly")
 

@@ -10,15 +10,18 @@ from support.images import pixels, share_of
 from support.printed import text
 
 from rekindle.report.figures import DPI
-from rekindle.report.schemes_figures import COLOURS, SCHEMES_INCHES, spread_apart, write_schemes_png
 from rekindle.report.schemes_report import (
+    COLOURS,
     SCHEMES,
+    SCHEMES_INCHES,
     Estimate,
     Measured,
     SizeResult,
     Study,
     schemes_data,
     schemes_table,
+    spread_apart,
+    write_schemes_png,
 )
 
 MIB = 1 << 20

@@ -12,7 +12,7 @@ from support.made_up_sweep import GIB, WAYS, failure, made_up, record
 
 from rekindle.report.figures import DPI
 from rekindle.report.palette import SERIES
-from rekindle.report.sweep_figures import (
+from rekindle.report.sweep_report import (
     MEMORY_INCHES,
     latency_figure,
     memory_figure,

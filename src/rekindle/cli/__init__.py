@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
@@ -26,21 +26,12 @@ from rekindle.engines.select_engine import check_engine
 from rekindle.errors import InfeasibleBudget, ModelError, PlanError, RekindleError, ReportError
 from rekindle.planners.curve import trade_offs
 from rekindle.planners.registry import find_planner
-from rekindle.report import (
-    data,
-    figures,
-    fit_report,
-    run_report,
-    schemes_report,
-    sweep_figures,
-    sweep_report,
-    terminal,
-)
+from rekindle.report import data, figures, fit_report, run_report, schemes_report, sweep_report
 from rekindle.report.html import write_html
-from rekindle.report.schemes_figures import write_schemes_png
 from rekindle.report.summary import summarize
-from rekindle.studies import schemes, sweep
-from rekindle.studies.model_runs import Profiled, Trained, find_largest_batch, profiled, trained
+from rekindle.report.terminal import curve_table, model_table, step_summary
+from rekindle.studies import model_runs, schemes, sweep
+from rekindle.studies.model_runs import Profiled, Tell, Trained
 from rekindle.units import format_budget, parse_bytes
 
 DEMO_MODELS = ("resnet-tiny", "bert-tiny")
@@ -76,19 +67,10 @@ def list_models(json: options.JsonOption = None) -> None:
     """List the models of the zoo."""
     specs = models.available()
     new_console(json).print(
-        terminal.model_table((s.name, s.summary, s.default_batch, s.needs) for s in specs)
+        model_table((s.name, s.summary, s.default_batch, s.needs) for s in specs)
     )
-    rows = [
-        {
-            "name": spec.name,
-            "summary": spec.summary,
-            "default_batch": spec.default_batch,
-            "needs": spec.needs,
-            "sizes": spec.sizes,
-        }
-        for spec in specs
-    ]
-    write_json(json, {"models": rows})
+    keys = ("name", "summary", "default_batch", "needs", "sizes")
+    write_json(json, {"models": [{key: getattr(spec, key) for key in keys} for spec in specs]})
 
 
 @app.command()
@@ -107,7 +89,7 @@ def demo(
     rows: list[dict[str, Any]] = []
     for spec in specs:
         with working(spec.name, json) as tell:
-            found = trained(spec.name, {}, steps=steps, tell=tell, budget=DEMO_BUDGET)
+            found = model_runs.trained(spec.name, {}, steps=steps, tell=tell, budget=DEMO_BUDGET)
             tell("writing")
             shown = _shown_run(found, f"{spec.summary}, on the CPU", pages.get(spec.name))
         console.print(shown.table)
@@ -157,7 +139,7 @@ def run_model(
         within = {"plan": load_plan(plan_file)}
     within["engine"] = engine or "auto"
     with working(model, json) as tell:
-        found = trained(model, how, steps=steps, tell=tell, **within)
+        found = model_runs.trained(model, how, steps=steps, tell=tell, **within)
         tell("writing")
         mode = ", deterministic" if found.is_deterministic else ""
         shown = _shown_run(found, f"on {found.device}{mode}", html_path)
@@ -233,7 +215,7 @@ def profile_model(
     """Show where the memory and the time of a training step go."""
     how = {"batch": batch, "precision": precision, "device": device, "runs": runs}
     with working(model, json) as tell:
-        graph, profile, about = profiled(model, how, cache=not no_cache, tell=tell)
+        graph, profile, about = model_runs.profiled(model, how, cache=not no_cache, tell=tell)
         tell("simulating")
         summary = summarize(graph, profile, rekindle.simulate(graph, profile), about)
         tell("writing")
@@ -246,7 +228,7 @@ def profile_model(
         if csv:
             data.write_csv(Path(csv), summary)
     console = new_console(json)
-    console.print(terminal.step_summary(summary))
+    console.print(step_summary(summary))
     print_written(console, html_path, png, csv, save)
     if json:
         write_json(json, data.step_data(summary))
@@ -278,7 +260,7 @@ def plan_model(
         find_planner(name)  # refuses an unknown name before the work starts
     how = {"batch": batch, "precision": precision, "device": device, "runs": runs}
     with working(model, json) as tell:
-        found = profiled(model, how, cache=not no_cache, tell=tell)
+        found = model_runs.profiled(model, how, cache=not no_cache, tell=tell)
         if pareto:
             show = _plan_curves(found, names, points or 20, png, tell)
         else:
@@ -305,7 +287,7 @@ def _plan_one(
     html_path: str | None,
     png: str | None,
     save: str | None,
-    tell: Callable[[str], None],
+    tell: Tell,
 ) -> _Shown:
     graph, profile, about = found
     tell("planning")
@@ -321,15 +303,11 @@ def _plan_one(
         write_html(Path(html_path), summary, layout=rekindle.layout(graph, plan))
     if png:
         figures.write_png(Path(png), summary)
-    return _Shown(terminal.step_summary(summary), data.step_data(summary))
+    return _Shown(step_summary(summary), data.step_data(summary))
 
 
 def _plan_curves(
-    found: Profiled,
-    planners: list[str],
-    points: int,
-    png: str | None,
-    tell: Callable[[str], None],
+    found: Profiled, planners: list[str], points: int, png: str | None, tell: Tell
 ) -> _Shown:
     graph, profile, about = found
     plain = summarize(graph, profile, rekindle.simulate(graph, profile), about)
@@ -338,7 +316,7 @@ def _plan_curves(
     )
     if png:
         figures.write_curve_png(Path(png), plain, curves)
-    return _Shown(terminal.curve_table(plain, curves), data.curve_data(plain, curves))
+    return _Shown(curve_table(plain, curves), data.curve_data(plain, curves))
 
 
 def _check_plan_options(
@@ -385,7 +363,7 @@ def show_schemes(
         study = schemes.compare_schemes(model, wanted, measure=measure, how=how, tell=tell)
         tell("writing")
         if png:
-            write_schemes_png(Path(png), study)
+            schemes_report.write_schemes_png(Path(png), study)
     console = new_console(json)
     console.print(schemes_report.schemes_table(study))
     print_written(console, png)
@@ -410,7 +388,7 @@ def find_max_batch(
     """
     share = options.parse_share(at_least)
     with working(model, json) as tell:
-        found, checks = find_largest_batch(
+        found, checks = model_runs.find_largest_batch(
             model,
             budget,
             device=device,
@@ -490,7 +468,7 @@ def sweep_batches(
 
 def _show_sweep(found: Mapping[str, Any], folder: Path, json: str | None, *, draws: bool) -> None:
     """Draw the figures of a sweep, and print its table."""
-    written = sweep_figures.write_sweep_pngs(folder, found) if draws else []
+    written = sweep_report.write_sweep_pngs(folder, found) if draws else []
     console = new_console(json)
     console.print(sweep_report.sweep_table(found))
     if not draws:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -15,6 +15,9 @@ from rekindle.errors import PlanError
 from rekindle.units import parse_budget, parse_bytes
 
 STDOUT = "-"
+
+Checks = Callable[[Any], str | None]
+"""Raises for a bad value before the work starts, and returns a good one."""
 
 
 def _check_file(target: str | None) -> str | None:
@@ -79,8 +82,7 @@ def _check_plan_file(target: str | None) -> str | None:
     return _check_file(target)
 
 
-def _checked(parse: Callable[[str], object]) -> Callable[[str | None], str | None]:
-    """A callback that parses a value, to raise for a bad one before the work starts."""
+def _checked(parse: Callable[[str], object]) -> Checks:
 
     def check(value: str | None) -> str | None:
         if value is not None:
@@ -140,216 +142,156 @@ def parse_share(text: str | None) -> float | None:
     return share
 
 
+def _option(usage: str, text: str, check: Checks | None = None, **limit: Any) -> Any:
+    """An option such as ``--png PATH``, or a flag; `text` is its help."""
+    name, _, metavar = usage.partition(" ")
+    return typer.Option(name, metavar=metavar or None, help=text, callback=check, **limit)
+
+
+def _model(text: str) -> Any:
+    return typer.Argument(metavar="MODEL", help=text)
+
+
 JsonOption = Annotated[
     str | None,
-    typer.Option(
-        "--json",
-        metavar="PATH",
-        callback=_check_json,
-        help="Write the result as JSON; - for standard output, which then has nothing else.",
+    _option(
+        "--json PATH",
+        "Write the result as JSON; - for standard output, which then has nothing else.",
+        _check_json,
     ),
 ]
 ModelArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        help=f"A model of the zoo, path/to/file.py:function, or a saved FILE{SAVED_SUFFIX}.",
-    ),
+    str, _model(f"A model of the zoo, path/to/file.py:function, or a saved FILE{SAVED_SUFFIX}.")
 ]
-RunModelArgument = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A model of the zoo, or path/to/file.py:function.")
-]
-BatchOption = Annotated[
-    int | None, typer.Option("--batch", min=1, metavar="N", help="The batch size.")
-]
-PrecisionOption = Annotated[
-    str | None, typer.Option("--precision", metavar="fp32|bf16", help="The precision.")
-]
+RunModelArgument = Annotated[str, _model("A model of the zoo, or path/to/file.py:function.")]
+BatchOption = Annotated[int | None, _option("--batch N", "The batch size.", min=1)]
+PrecisionOption = Annotated[str | None, _option("--precision fp32|bf16", "The precision.")]
 DeviceOption = Annotated[
     str | None,
-    typer.Option(
-        "--device",
-        metavar="cpu|cuda|NAME",
-        help="Where the step runs; or the name of a GPU, such as H200, to forecast for it.",
+    _option(
+        "--device cpu|cuda|NAME",
+        "Where the step runs; or the name of a GPU, such as H200, to forecast for it.",
     ),
 ]
 SchemesModelArgument = Annotated[
     str,
-    typer.Argument(
-        metavar="MODEL",
-        help="resnet or lstm, in several sizes; or any MODEL of rekindle profile, in its one size.",
-    ),
+    _model("resnet or lstm, in several sizes; or any MODEL of rekindle profile, in its one size."),
 ]
 SizesOption = Annotated[
     str | None,
-    typer.Option(
-        "--sizes",
-        metavar="N,M,…",
-        callback=_checked(parse_sizes),
-        help="The depths of the resnet, or the lengths of the lstm.",
+    _option(
+        "--sizes N,M,…",
+        "The depths of the resnet, or the lengths of the lstm.",
+        _checked(parse_sizes),
     ),
 ]
 MeasureOption = Annotated[
-    bool,
-    typer.Option("--measure", help="Also run the steps, on --device cpu (the default) or cuda."),
+    bool, _option("--measure", "Also run the steps, on --device cpu (the default) or cuda.")
 ]
 SchemesDeviceOption = Annotated[
     str | None,
-    typer.Option(
-        "--device",
-        metavar="cpu|cuda|NAME",
-        help="The device to plan for, H200 by default; a GPU given by name need not be present.",
+    _option(
+        "--device cpu|cuda|NAME",
+        "The device to plan for, H200 by default; a GPU given by name need not be present.",
     ),
 ]
-RunDeviceOption = Annotated[
-    str | None, typer.Option("--device", metavar="cpu|cuda", help="Where the step runs.")
-]
+RunDeviceOption = Annotated[str | None, _option("--device cpu|cuda", "Where the step runs.")]
 NeededBudgetOption = Annotated[
-    str,
-    typer.Option(
-        "--budget", metavar="B", help="The memory that the step may take: 16GiB, or bytes."
-    ),
+    str, _option("--budget B", "The memory that the step may take: 16GiB, or bytes.")
 ]
 AtLeastOption = Annotated[
     str | None,
-    typer.Option(
-        "--at-least",
-        metavar="P%",
-        help="Also find the largest batch that keeps this share of the plain step's speed.",
+    _option(
+        "--at-least P%",
+        "Also find the largest batch that keeps this share of the plain step's speed.",
     ),
 ]
 CheckOption = Annotated[
-    bool, typer.Option("--check", help="Run the batches found once, and check that they fit.")
+    bool, _option("--check", "Run the batches found once, and check that they fit.")
 ]
 EngineOption = Annotated[
-    str | None,
-    typer.Option(
-        "--engine", metavar="E", help="auto (the default), python, cudagraph or inductor."
-    ),
+    str | None, _option("--engine E", "auto (the default), python, cudagraph or inductor.")
 ]
 HtmlOption = Annotated[
-    str | None,
-    typer.Option("--html", metavar="PATH", callback=_check_page, help="Write an interactive page."),
+    str | None, _option("--html PATH", "Write an interactive page.", _check_page)
 ]
-PngOption = Annotated[
-    str | None, typer.Option("--png", metavar="PATH", callback=_check_file, help="Write a figure.")
-]
-CsvOption = Annotated[
-    str | None,
-    typer.Option("--csv", metavar="PATH", callback=_check_file, help="Write a table of all ops."),
-]
+PngOption = Annotated[str | None, _option("--png PATH", "Write a figure.", _check_file)]
+CsvOption = Annotated[str | None, _option("--csv PATH", "Write a table of all ops.", _check_file)]
 SaveOption = Annotated[
     str | None,
-    typer.Option(
-        "--save",
-        metavar=f"FILE{SAVED_SUFFIX}",
-        callback=_check_saved,
-        help="Save graph and profile to a file, which commands on any machine take as MODEL.",
+    _option(
+        f"--save FILE{SAVED_SUFFIX}",
+        "Save graph and profile to a file, which commands on any machine take as MODEL.",
+        _check_saved,
     ),
 ]
 RunsOption = Annotated[
-    int | None,
-    typer.Option("--runs", min=1, metavar="N", help="How often each op is timed; 3 by default."),
+    int | None, _option("--runs N", "How often each op is timed; 3 by default.", min=1)
 ]
 NoCacheOption = Annotated[
-    bool, typer.Option("--no-cache", help="Measure again, and do not cache the profile.")
+    bool, _option("--no-cache", "Measure again, and do not cache the profile.")
 ]
 BudgetOption = Annotated[
     str | None,
-    typer.Option(
-        "--budget",
-        metavar="B",
-        callback=_checked(_parse_budget),
-        help="The memory that the step may take: 8GiB, bytes, or 60% of the plain step's peak.",
+    _option(
+        "--budget B",
+        "The memory that the step may take: 8GiB, bytes, or 60% of the plain step's peak.",
+        _checked(_parse_budget),
     ),
 ]
-PlannerOption = Annotated[
-    str | None, typer.Option("--planner", metavar="P", help="The planner; auto by default.")
-]
+PlannerOption = Annotated[str | None, _option("--planner P", "The planner; auto by default.")]
 ParetoOption = Annotated[
-    bool,
-    typer.Option("--pareto", help="Peak against added time at all budgets, instead of one plan."),
+    bool, _option("--pareto", "Peak against added time at all budgets, instead of one plan.")
 ]
 PlannersOption = Annotated[
-    str | None,
-    typer.Option("--planners", metavar="P,Q,…", help="With --pareto: the planners to compare."),
+    str | None, _option("--planners P,Q,…", "With --pareto: the planners to compare.")
 ]
 PointsOption = Annotated[
-    int | None,
-    typer.Option(
-        "--points", min=2, metavar="N", help="With --pareto: the number of budgets; 20 by default."
-    ),
+    int | None, _option("--points N", "With --pareto: the number of budgets; 20 by default.", min=2)
 ]
 SavePlanOption = Annotated[
     str | None,
-    typer.Option(
-        "--save",
-        metavar="FILE.json",
-        callback=_check_plan_file,
-        help=f"Save the plan; compressed if the name ends in {SAVED_SUFFIX}.",
+    _option(
+        "--save FILE.json",
+        f"Save the plan; compressed if the name ends in {SAVED_SUFFIX}.",
+        _check_plan_file,
     ),
 ]
-StepsOption = Annotated[
-    int, typer.Option("--steps", min=1, metavar="N", help="The number of steps to run.")
-]
+StepsOption = Annotated[int, _option("--steps N", "The number of steps to run.", min=1)]
 PlanFileOption = Annotated[
     str | None,
-    typer.Option(
-        "--plan",
-        metavar="FILE.json",
-        help="Use a plan saved by rekindle plan, instead of a budget.",
-    ),
+    _option("--plan FILE.json", "Use a plan saved by rekindle plan, instead of a budget."),
 ]
 FolderOption = Annotated[
-    str,
-    typer.Option(
-        "--out", metavar="FOLDER", callback=_check_folder, help="Where the results are written."
-    ),
+    str, _option("--out FOLDER", "Where the results are written.", _check_folder)
 ]
 SweepModelArgument = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="MODEL",
-        help="A model of the zoo, or path/to/file.py:function with an argument batch.",
-    ),
+    str | None, _model("A model of the zoo, or path/to/file.py:function with an argument batch.")
 ]
 BatchesOption = Annotated[
-    str | None,
-    typer.Option(
-        "--batches",
-        metavar="N,M,…",
-        callback=_checked(parse_batches),
-        help="The batch sizes to run.",
-    ),
+    str | None, _option("--batches N,M,…", "The batch sizes to run.", _checked(parse_batches))
 ]
 BudgetsOption = Annotated[
     str | None,
-    typer.Option(
-        "--budget",
-        metavar="B,C,…",
-        callback=_checked(parse_budgets),
-        help="The memory that planned steps may take: 8GiB, or 60% of the plain step's peak.",
+    _option(
+        "--budget B,C,…",
+        "The memory that planned steps may take: 8GiB, or 60% of the plain step's peak.",
+        _checked(parse_budgets),
     ),
 ]
 PeersOption = Annotated[
     bool,
-    typer.Option(
-        "--peers", help="Also run checkpoints on every block, and torch.compile, for comparison."
-    ),
+    _option("--peers", "Also run checkpoints on every block, and torch.compile, for comparison."),
 ]
 CapOption = Annotated[
     str | None,
-    typer.Option(
-        "--cap",
-        metavar="BYTES",
-        callback=_checked(_parse_cap),
-        help="Limit each case to this much of the GPU's memory, such as 40GiB.",
+    _option(
+        "--cap BYTES",
+        "Limit each case to this much of the GPU's memory, such as 40GiB.",
+        _checked(_parse_cap),
     ),
 ]
-AgainOption = Annotated[
-    bool, typer.Option("--again", help="Run again the cases that have records already.")
-]
+AgainOption = Annotated[bool, _option("--again", "Run again the cases that have records already.")]
 FiguresOnlyOption = Annotated[
-    bool,
-    typer.Option("--figures-only", help="Run nothing: draw the figures of sweep.json in --out."),
+    bool, _option("--figures-only", "Run nothing: draw the figures of sweep.json in --out.")
 ]

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from rekindle.errors import ModelError, RekindleError
-from rekindle.models.workload import Workload, check_batch, check_device, check_precision
+from rekindle.models.workload import Workload, check_settings
 from rekindle.models.zoo.catalog import MODELS, build, did_you_mean
 from rekindle.torch_internals import pytree
 
@@ -25,11 +25,7 @@ EXPECTED = "(train_step, model, optimizer, batch)"
 
 
 def load(
-    spec: str,
-    *,
-    batch: int | None = None,
-    precision: str | None = None,
-    device: str | None = None,
+    spec: str, *, batch: int | None = None, precision: str | None = None, device: str | None = None
 ) -> Workload:
     """Build the workload that ``spec`` names: a zoo model, or ``path/to/file.py:function``.
 
@@ -50,14 +46,9 @@ def load(
             )
         return build(spec, batch=batch, precision=precision or "fp32", device=device or "cpu")
 
-    asked = {"batch": batch, "precision": precision, "device": device}
-    asked = {name: value for name, value in asked.items() if value is not None}
-    if batch is not None:
-        check_batch(batch)
-    if precision is not None:
-        check_precision(precision)
-    if device is not None:
-        check_device(device)
+    given: dict[str, Any] = {"batch": batch, "precision": precision, "device": device}
+    asked = {name: value for name, value in given.items() if value is not None}
+    check_settings(**asked)
     return _from_file(spec, asked)
 
 

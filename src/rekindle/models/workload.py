@@ -68,10 +68,7 @@ class ModelSpec:
 
 
 def require(module: str) -> ModuleType:
-    """Import an optional dependency, or raise an error that says how to install it.
-
-    Called only inside builders: listing the zoo or building a small model needs only torch.
-    """
+    """Import an optional dependency, or raise an error that says how to install it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -105,14 +102,13 @@ def make_train_step(loss_fn: LossFn, *, precision: str, device_type: str) -> Ste
     return {"fp32": train_step, "bf16": train_step_bf16}[precision]
 
 
-def check_precision(precision: str) -> None:
-    if precision not in PRECISIONS:
-        raise ModelError(f"unknown precision {precision!r}: use {' or '.join(PRECISIONS)}")
-
-
-def check_batch(batch: int) -> None:
+def check_settings(batch: Any = 1, precision: str = "fp32", device: Any = "cpu") -> torch.device:
+    """The device as a `torch.device`; raises for settings that no model can be built with."""
     if not isinstance(batch, int) or isinstance(batch, bool) or batch < 1:
         raise ModelError(f"a batch size is a whole number of at least 1, not {batch!r}")
+    if precision not in PRECISIONS:
+        raise ModelError(f"unknown precision {precision!r}: use {' or '.join(PRECISIONS)}")
+    return check_device(device)
 
 
 def check_device(device: str | torch.device) -> torch.device:

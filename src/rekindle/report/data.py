@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rekindle.core.cost.profile import OpCost
+from rekindle.core.graph.graph import Op
 from rekindle.core.graph.schedule import Plan
 from rekindle.core.graph.simulate import ROLES
 from rekindle.planners.curve import Curve
@@ -17,26 +19,27 @@ from rekindle.report.summary import Activation, DecisionRow, Peak, PeakPart, Sum
 JSON_SCHEMA = 1
 """The version of every JSON document; it grows when a key changes its meaning or goes away."""
 
-OP_COLUMNS = (
-    "index",
-    "name",
-    "target",
-    "phase",
-    "module",
-    "source",
-    "time_us",
-    "workspace_bytes",
-    "flops",
-    "moved_bytes",
-    "live_bytes",
-)
+_OP_COLUMNS: dict[str, Callable[[Op, OpCost, Summary], Any]] = {
+    "index": lambda op, cost, summary: op.index,
+    "name": lambda op, cost, summary: op.name,
+    "target": lambda op, cost, summary: op.target,
+    "phase": lambda op, cost, summary: op.phase.value,
+    "module": lambda op, cost, summary: op.source.module,
+    "source": lambda op, cost, summary: source_line(op.source),
+    "time_us": lambda op, cost, summary: round(cost.time_us, 3),
+    "workspace_bytes": lambda op, cost, summary: cost.workspace_bytes,
+    "flops": lambda op, cost, summary: op.flops,
+    "moved_bytes": lambda op, cost, summary: int(summary.moved_bytes[op.index]),
+    "live_bytes": lambda op, cost, summary: int(summary.unplanned.live_bytes[op.index]),
+}
+_NAMES = {"nbytes": "bytes", "kind": "operator", "count": "storages"}
 
 
 def write_csv(path: Path, summary: Summary) -> None:
     """Write one line per op of the plain step, with a header."""
     with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(OP_COLUMNS)
+        writer = csv.DictWriter(file, _OP_COLUMNS, lineterminator="\n")
+        writer.writeheader()
         writer.writerows(_op_rows(summary))
 
 
@@ -77,7 +80,7 @@ def _profile_data(summary: Summary) -> dict[str, Any]:
         "phases": [_work(row) for row in summary.phases],
         "operators": [_work(row) for row in summary.operators],
         "activations": [_activation(row, summary) for row in summary.activations],
-        "ops": [dict(zip(OP_COLUMNS, row, strict=True)) for row in _op_rows(summary)],
+        "ops": list(_op_rows(summary)),
         "timeline": {
             "starts_us": [round(float(start), 3) for start in trace.starts_us],
             "role_bytes": {
@@ -113,7 +116,7 @@ def _plan_data(summary: Summary, plan: Plan) -> dict[str, Any]:
             "operators": [asdict(group) for group in summary.dropped_kinds],
             "modules": [asdict(group) for group in summary.dropped_modules],
         },
-        "decisions": [_decision(row) for row in summary.decisions],
+        "decisions": [_row(row) for row in summary.decisions],
     }
 
 
@@ -127,21 +130,9 @@ def _head(summary: Summary) -> dict[str, Any]:
     }
 
 
-def _op_rows(summary: Summary) -> Iterator[tuple[Any, ...]]:
+def _op_rows(summary: Summary) -> Iterator[dict[str, Any]]:
     for op, cost in zip(summary.graph.ops, summary.profile.costs, strict=True):
-        yield (
-            op.index,
-            op.name,
-            op.target,
-            op.phase.value,
-            op.source.module,
-            source_line(op.source),
-            round(cost.time_us, 3),
-            cost.workspace_bytes,
-            op.flops,
-            int(summary.moved_bytes[op.index]),
-            int(summary.unplanned.live_bytes[op.index]),
-        )
+        yield {name: value(op, cost, summary) for name, value in _OP_COLUMNS.items()}
 
 
 def _peak(peak: Peak) -> dict[str, Any]:
@@ -159,19 +150,15 @@ def _peak(peak: Peak) -> dict[str, Any]:
             "module": op.source.module,
             "source": source_line(op.source),
         },
-        "parts": [_part(part) for part in peak.parts],
-        "activation_kinds": [_part(part) for part in peak.activation_kinds],
-        "activation_modules": [_part(part) for part in peak.activation_modules],
+        "parts": [_row(part) for part in peak.parts],
+        "activation_kinds": [_row(part) for part in peak.activation_kinds],
+        "activation_modules": [_row(part) for part in peak.activation_modules],
     }
 
 
-def _part(part: PeakPart) -> dict[str, Any]:
-    return {
-        "label": part.label,
-        "bytes": part.nbytes,
-        "share": part.share,
-        "storages": part.count,
-    }
+def _row(row: PeakPart | DecisionRow) -> dict[str, Any]:
+    """The fields of a row, by their names in JSON."""
+    return {_NAMES.get(name, name): each for name, each in asdict(row).items() if name != "storage"}
 
 
 def _work(row: Work) -> dict[str, Any]:
@@ -204,18 +191,4 @@ def _point(plan: Plan, plain_us: float) -> dict[str, Any]:
         "recompute_us": plan.recompute_us,
         "bound_us": plan.bound_us,
         "dropped": sum(not decision.is_kept for decision in plan.decisions),
-    }
-
-
-def _decision(row: DecisionRow) -> dict[str, Any]:
-    return {
-        "name": row.name,
-        "operator": row.kind,
-        "module": row.module,
-        "source": row.source,
-        "bytes": row.nbytes,
-        "is_kept": row.is_kept,
-        "freed_bytes": row.freed_bytes,
-        "added_us": row.added_us,
-        "reason": row.reason,
     }

@@ -13,9 +13,8 @@ from rekindle.core.graph.simulate import Trace
 from rekindle.errors import ReportError
 from rekindle.planners.curve import Curve, bound_at
 from rekindle.report.names import shorten
-from rekindle.report.page_data import phase_bands, stacked
 from rekindle.report.palette import MARKERS, PHASE_BANDS, SERIES, colour
-from rekindle.report.summary import Summary
+from rekindle.report.summary import Summary, phase_bands, stacked
 from rekindle.report.words import fine_percent, how_timed, percent
 from rekindle.units import format_bytes, format_us
 
@@ -79,7 +78,8 @@ def write_curve_png(path: Path, plain: Summary, curves: Sequence[Curve]) -> None
         style |= {"ms": 5} if is_line else {"ms": 8, "ls": "none"}
         axes.plot(xs, [min(y, top) for y in ys], label=curve.planner, zorder=9 - index, **style)
         if max(ys) > top:
-            _note_height(axes, xs[ys.index(max(ys))], top, max(ys), hue)
+            place = (xs[ys.index(max(ys))], top)
+            annotate(axes, f"↑ {max(ys):.0f}%", place, (0, 8), ha="center", color=hue)
     _draw_bound(axes, curves, unit, whole)
     _mark_plain(axes, plain, unit)
     finish(axes, f"peak memory, {unit_name}", f"added time, % of {format_us(plain.step_us)}")
@@ -227,11 +227,6 @@ def _top(curves: Sequence[Curve], whole: float) -> float:
     return max(height for height in heights if height <= _FAR_ABOVE_RATIO * max(lines))
 
 
-def _note_height(axes: Any, x: float, top: float, height: float, colour: str) -> None:
-    """Write the height of a point that is above the axis."""
-    annotate(axes, f"↑ {height:.0f}%", (x, top), (0, 8), ha="center", color=colour)
-
-
 def _mark_budget(axes: Any, budget_bytes: int, unit: int) -> None:
     axes.axhline(budget_bytes / unit, color=INK, lw=1.0, ls=":", zorder=4)
     text, frame = f"budget {format_bytes(budget_bytes)}", ("axes fraction", "data")
@@ -245,8 +240,7 @@ def _draw_bound(axes: Any, curves: Sequence[Curve], unit: int, whole: float) -> 
     line = [(budget, bound / whole) for budget, bound in known if bound is not None]
     if line:
         xs, ys = zip(*line, strict=True)
-        label = "lower bound"
-        axes.plot(xs, ys, ls="--", lw=1.2, color=GREY, label=label, zorder=2)
+        axes.plot(xs, ys, ls="--", lw=1.2, color=GREY, label="lower bound", zorder=2)
 
 
 def _mark_plain(axes: Any, plain: Summary, unit: int) -> None:

@@ -10,7 +10,7 @@ from rich.text import Text
 from rekindle.core.cost.batch_search import MOST, Fit, LargestBatch
 from rekindle.core.cost.devices import find_device
 from rekindle.errors import ProfileError
-from rekindle.report.tables import add_numbers, indented, new_table
+from rekindle.report.tables import indented, new_table
 from rekindle.report.words import percent
 from rekindle.units import format_budget, format_bytes, format_us
 
@@ -19,9 +19,7 @@ _ALLOCATOR_NOTE = "without fragmentation: the allocator needs up to 6% more, pla
 
 def fit_summary(title: str, found: LargestBatch) -> RenderableType:
     """The batches, with peak and speed of each."""
-    table = new_table()
-    table.add_column(no_wrap=True)
-    add_numbers(table, "batch", "peak", "step", "samples/s", "of plain's")
+    table = new_table("batch", "peak", "step", "samples/s", "of plain's", label="")
     plain, rows = found.plain, [("plain", found.plain), ("planned", found.planned)]
     if found.at_least is not None:
         rows.append((f"planned, ≥ {percent(found.at_least)}", found.quick))

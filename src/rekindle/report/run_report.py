@@ -12,7 +12,7 @@ from rich.text import Text
 from rekindle.core.graph.comparison import Comparison
 from rekindle.report.data import step_data
 from rekindle.report.summary import Summary
-from rekindle.report.tables import ForWidth, add_numbers, indented, new_table
+from rekindle.report.tables import ForWidth, indented, new_table
 from rekindle.report.terminal import graph_summary
 from rekindle.report.words import percent
 from rekindle.units import format_bytes, format_us
@@ -112,9 +112,7 @@ def _measured_table(comparison: Comparison, summary: Summary, width: int) -> Tab
         ("step, forecast", (summary.plain.step_us, summary.step_us), format_us),
     )
     shown = ("plain", "planned", "of plain")[: 3 if width >= _COLUMNS_FOR_SHARES else 2]
-    table = new_table()
-    table.add_column(no_wrap=True)
-    add_numbers(table, *shown)
+    table = new_table(*shown, label="")
     for label, (plain, planned), write in rows:
         cells = (write(plain), write(planned), percent(planned / (plain or 1.0)))
         if "measured" in label and not comparison.plain_fits:

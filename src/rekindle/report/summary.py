@@ -5,10 +5,11 @@ A profile is reported as a plan that drops nothing: one `Summary` describes both
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import groupby
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,9 +19,11 @@ from rekindle.core.cost.roofline import bytes_moved
 from rekindle.core.graph.graph import Op, Phase, Role, StepGraph, Value
 from rekindle.core.graph.op_names import op_name
 from rekindle.core.graph.schedule import Plan
-from rekindle.core.graph.simulate import Trace, simulate
+from rekindle.core.graph.simulate import ROLES, Trace, simulate
 from rekindle.report.names import pattern_of, source_line
 from rekindle.report.palette import LIBRARIES, ORDER
+
+_MOST_BANDS = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +123,19 @@ class Dropped:
     activations: int
     freed_bytes: int
     added_us: float
+
+
+Group = TypeVar("Group", PeakPart, Dropped)
+
+
+def with_rest(groups: Sequence[Group], most: int) -> list[Group]:
+    """The first groups; if there are more, with one group of all the others."""
+    shown, rest = list(groups[:most]), groups[most:]
+    if rest:
+        numbers = [field.name for field in fields(rest[0]) if field.name != "label"]
+        sums = {name: sum(getattr(group, name) for group in rest) for name in numbers}
+        shown.append(replace(rest[0], label=f"{len(rest)} more", **sums))
+    return shown
 
 
 class PlainStep(NamedTuple):
@@ -281,16 +297,11 @@ def peak_of(trace: Trace) -> Peak:
         return Peak(trace.peak_bytes, None, 0.0, False, (), (), ())
     position, total = trace.peak_position, max(trace.peak_bytes, 1)
     alive = trace.alive_at(position)
-    counts: dict[str, int] = defaultdict(int)
-    for index in alive:
-        counts[graph.storages[index].role.value] += 1
+    counts = Counter(graph.storages[index].role.value for index in alive)
     sizes = {role.value: nbytes for role, nbytes in trace.peak_by_role().items()}
     sizes[LIBRARIES] = trace.overhead_bytes
-    parts = [
-        PeakPart(label, sizes[label], sizes[label] / total, counts[label])
-        for label in ORDER
-        if sizes[label]
-    ]
+    present = [label for label in ORDER if sizes[label]]
+    parts = [PeakPart(each, sizes[each], sizes[each] / total, counts[each]) for each in present]
     makers = {
         index: graph.ops[int(trace.liveness.birth[index])]
         for index in alive
@@ -330,9 +341,8 @@ def _work(
         indices = [op.index for op in ops]
         time_us = float(profile.times_us[indices].sum())
         flops = sum(op.flops for op in ops)
-        rows[label] = Work(
-            label, len(ops), time_us, time_us / whole, flops, int(moved[indices].sum())
-        )
+        nbytes = int(moved[indices].sum())
+        rows[label] = Work(label, len(ops), time_us, time_us / whole, flops, nbytes)
     return rows
 
 
@@ -410,3 +420,39 @@ def _group(label: str, rows: Iterable[DecisionRow]) -> Dropped:
         freed_bytes=sum(row.freed_bytes for row in rows),
         added_us=sum(row.added_us for row in rows),
     )
+
+
+def phase_bands(trace: Trace) -> list[tuple[str, int, int]]:
+    """Stretches of one phase: phase, first and last position; the longest if there are many.
+
+    A recomputation belongs to the phase that it is for.
+    """
+    phases = [trace.graph.ops[op].phase for op in _served(trace)]
+    runs, first = [], 0
+    for phase, run in groupby(phases):
+        last = first + len(list(run)) - 1
+        runs.append((phase.value, first, last))
+        first = last + 1
+    if len(runs) <= _MOST_BANDS:
+        return runs
+    longest = sorted(runs, key=lambda run: run[1] - run[2])[:_MOST_BANDS]
+    return sorted(longest, key=lambda run: run[1])
+
+
+def _served(trace: Trace) -> list[int]:
+    """For each position, the op that it serves: its own, or the next that is no recomputation."""
+    served, following = [], int(trace.ops[-1]) if len(trace.ops) else 0
+    for op, copy in zip(trace.ops[::-1].tolist(), trace.copies[::-1].tolist(), strict=True):
+        following = following if copy else op
+        served.append(following)
+    return served[::-1]
+
+
+def stacked(trace: Trace) -> list[tuple[str, NDArray[np.int64]]]:
+    """Bytes by role at every position, from the bottom of the stack to its top.
+
+    Roles without bytes are left out. What libraries allocate is constant, and has a row of its own.
+    """
+    by_label = {role.value: trace.by_role[row] for row, role in enumerate(ROLES)}
+    by_label[LIBRARIES] = np.full_like(trace.live_bytes, trace.overhead_bytes)
+    return [(label, by_label[label]) for label in ORDER if by_label[label].any()]

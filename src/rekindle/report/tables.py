@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rekindle.report.names import shorten
+from rekindle.units import format_bytes
 
 WIDE_COLUMNS = 100
 """The terminal width from which tables stand side by side and show every column."""
@@ -48,16 +49,23 @@ class ForWidth:
         yield self.make(options.max_width)
 
 
+def known_bytes(nbytes: int | None) -> str:
+    """A number of bytes, or the sign for one that is not known."""
+    return ABSENT if nbytes is None else format_bytes(nbytes)
+
+
 def bar(share: float, width: int) -> str:
     """A bar in eighths of a character, and at least one of them."""
     eighths = max(1, round(share * width * 8))
     return "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
 
 
-def new_table(*columns: str) -> Table:
-    """A table with a rule under its head; the columns given are right-aligned numbers."""
+def new_table(*numbers: str, label: str | None = None) -> Table:
+    """A table with a rule under its head: a column of labels, if any, and columns of numbers."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
-    add_numbers(table, *columns)
+    if label is not None:
+        table.add_column(label, no_wrap=True)
+    add_numbers(table, *numbers)
     return table
 
 

@@ -14,7 +14,7 @@ from rekindle.core.graph.schedule import Plan
 from rekindle.planners.curve import Curve, bound_at
 from rekindle.report.names import shorten_path
 from rekindle.report.palette import ORDER, colour
-from rekindle.report.summary import Activation, DecisionRow, Dropped, Summary
+from rekindle.report.summary import DecisionRow, Dropped, Summary, with_rest
 from rekindle.report.tables import (
     ABSENT,
     WIDE_COLUMNS,
@@ -131,9 +131,8 @@ def _columns_that_fit(titles: list[str], width: int) -> list[list[str]]:
 
 def _profile_head(summary: Summary) -> Table:
     ratio = summary.backward_ratio
-    flops = f"{format_count(summary.total.flops)} FLOPs" + (
-        f", backward/forward {ratio:.2f}" if ratio is not None else ""
-    )
+    backward = "" if ratio is None else f", backward/forward {ratio:.2f}"
+    flops = f"{format_count(summary.total.flops)} FLOPs{backward}"
     grid = new_grid()
     peak = Text.assemble((format_bytes(summary.peak.nbytes), "bold"))
     grid.add_row("peak", peak.append(f", {percent(summary.peak.activation_share)} activations"))
@@ -180,9 +179,7 @@ def _peak_and_time(summary: Summary, width: int) -> RenderableType:
 
 
 def _peak_table(summary: Summary, bar_width: int) -> Table:
-    table = new_table()
-    table.add_column("at the peak", no_wrap=True)
-    add_numbers(table, "bytes", "share")
+    table = new_table("bytes", "share", label="at the peak")
     table.add_column("", width=bar_width, no_wrap=True)
     for part in summary.peak.parts:
         drawn = Text(bar(part.share, bar_width), style=colour(part.label))
@@ -231,15 +228,12 @@ def _activation_table(summary: Summary, most: int, width: int) -> Table:
     for row in summary.activations[:most]:
         size = [format_bytes(row.nbytes), format_us(row.idle_us)]
         if is_wide:
-            size += [_between(row)]
+            uses = f"{row.last_forward} → {row.first_backward}"
+            size += [ABSENT if row.first_backward is None else uses]
         source = row.source if is_wide else row.source.rpartition("/")[2]
         module = Shortened(row.module, 18, shorten_path)
         table.add_row(Shortened(row.kind), module, *size, Shortened(source, 16))
     return table
-
-
-def _between(row: Activation) -> str:
-    return ABSENT if row.first_backward is None else f"{row.last_forward} → {row.first_backward}"
 
 
 def _ratio(value: float | None) -> str:
@@ -263,14 +257,13 @@ def _peaks_table(summary: Summary) -> Table:
     planned = {part.label: part.nbytes for part in summary.peak.parts}
     table = new_table()
     table.show_footer = True
-    total = (format_bytes(summary.plain.peak.nbytes), format_bytes(summary.peak.nbytes))
     table.add_column("at the peak", "all", no_wrap=True)
-    table.add_column("plain", total[0], justify="right", no_wrap=True)
-    table.add_column("planned", total[1], justify="right", no_wrap=True)
-    labels = [label for label in ORDER if label in plain or label in planned]
-    for label in sorted(labels, key=lambda label: -max(plain.get(label, 0), planned.get(label, 0))):
-        sizes = (format_bytes(plain.get(label, 0)), format_bytes(planned.get(label, 0)))
-        table.add_row(label, *sizes)
+    for header, peak in (("plain", summary.plain.peak), ("planned", summary.peak)):
+        table.add_column(header, format_bytes(peak.nbytes), justify="right", no_wrap=True)
+    sizes = {label: (plain.get(label, 0), planned.get(label, 0)) for label in ORDER}
+    for label in sorted(ORDER, key=lambda label: -max(sizes[label])):
+        if any(sizes[label]):
+            table.add_row(label, *map(format_bytes, sizes[label]))
     return table
 
 
@@ -278,24 +271,15 @@ def _dropped_table(title: str, groups: Sequence[Dropped], most: int) -> Table:
     table = new_table()
     table.add_column(title)
     add_numbers(table, "tensors", "bytes", "time added")
-
-    def add(label: RenderableType, members: Sequence[Dropped]) -> None:
-        dropped, count = sum(g.dropped for g in members), sum(g.activations for g in members)
-        freed, added_us = sum(g.freed_bytes for g in members), sum(g.added_us for g in members)
-        table.add_row(label, f"{dropped:,} of {count:,}", format_bytes(freed), format_us(added_us))
-
-    for group in groups[:most]:
-        add(Shortened(group.label, 18, shorten_path), [group])
-    rest = groups[most:]
-    if rest:
-        add(f"{len(rest)} more", rest)
+    for group in with_rest(groups, most):
+        label = Shortened(group.label, 18, shorten_path)
+        numbers = (format_bytes(group.freed_bytes), format_us(group.added_us))
+        table.add_row(label, f"{group.dropped:,} of {group.activations:,}", *numbers)
     return table
 
 
 def _decision_table(rows: Sequence[DecisionRow]) -> Table:
-    table = new_table()
-    table.add_column("", no_wrap=True)
-    add_numbers(table, "bytes", "time added")
+    table = new_table("bytes", "time added", label="")
     table.add_column("what it is, and why")
     for row in rows:
         verb = Text("keep", style="green") if row.is_kept else Text("drop", style="yellow")

@@ -86,8 +86,11 @@ def trained(
         work = models.load(model, **asked)
         about.update(model=work.name, batch=work.batch_size, precision=work.precision)
         places.update(device_name(param.device) for param in work.model.parameters())
-        if any(param.is_cuda for param in work.model.parameters()):
-            _be_deterministic(strictly=strictly)
+        on_gpu = any(param.is_cuda for param in work.model.parameters())
+        if on_gpu and not torch.are_deterministic_algorithms_enabled():
+            # Two plain trainings may differ otherwise. Strict mode is tried first, since torch uses
+            # the deterministic algorithm of attention only there; else it warns where it has none.
+            torch.use_deterministic_algorithms(True, warn_only=not strictly)
         modes.add(torch.are_deterministic_algorithms_enabled())
         return work.train_step, work.model, work.optimizer, work.batch
 
@@ -122,16 +125,6 @@ def trained(
             strictly = False
             comparison = compare(make, optimize, steps=steps, on_stage=tell, unplanned=unplanned)
     return Trained(comparison, about, ", ".join(sorted(places)) or "cpu", all(modes))
-
-
-def _be_deterministic(*, strictly: bool) -> None:
-    """Use deterministic algorithms: on a GPU, two plain trainings may differ otherwise.
-
-    If not `strictly`, torch only warns of operators without one. Strict mode is tried first, since
-    torch uses the deterministic algorithm of attention only there.
-    """
-    if not torch.are_deterministic_algorithms_enabled():
-        torch.use_deterministic_algorithms(True, warn_only=not strictly)
 
 
 @contextmanager
@@ -229,10 +222,7 @@ def _saved(path: str, asked: dict[str, Any], tell: Tell) -> Profiled:
 
 
 class _WithoutInitialization(TorchFunctionMode):
-    """Leaves parameters uninitialized where only their sizes, or a batch, are needed.
-
-    Initializing the parameters of a large model takes longer than the rest of building it.
-    """
+    """Leaves parameters uninitialized, which saves most of the time of building a large model."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -29,10 +29,6 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
     A block is repeated if its class occurs more than once in an `nn.ModuleList` or `nn.Sequential`.
     Modules made of others are preferred to plain sequences, and those to single layers.
-
-    >>> layers = [nn.TransformerEncoderLayer(8, 2, batch_first=True) for _ in range(3)]
-    >>> len(repeated_blocks(nn.Sequential(nn.Linear(8, 8), *layers, nn.Linear(8, 8))))
-    3
     """
     named = [module for module in model.modules() if type(module).__name__ in BLOCKS]
     if named:

@@ -1,11 +1,8 @@
 """The schemes of memory optimisation side by side: the bytes of feature maps under each.
 
-**Feature maps** are the tensors that the forward and the backward pass make. Tensors of weights do
-not count: their gradients, the terms that those are summed from, and the optimizer's temporaries.
-The bytes are those of an arena in which every feature map has a static address.
-
-A scheme that recomputes uses the plan with the fewest bytes of feature maps that its planner finds,
-at any added time.
+**Feature maps** are the tensors of the forward and the backward pass, but for those of weights:
+gradients, their terms, and the optimizer's temporaries. Their bytes are those of a static arena. A
+scheme that recomputes uses the plan with the fewest bytes that its planner finds, at any time.
 """
 
 from __future__ import annotations
@@ -31,8 +28,7 @@ from rekindle.core.graph.simulate import simulate
 from rekindle.core.memory.layout import layout
 from rekindle.errors import InfeasibleBudget, ModelError
 from rekindle.measuring.meters import peak_bytes
-from rekindle.models.zoo.catalog import MODELS, did_you_mean
-from rekindle.models.zoo.families import FAMILIES, Family
+from rekindle.models.zoo.catalog import FAMILIES, MODELS, Family, did_you_mean
 from rekindle.planners.registry import find_planner
 from rekindle.report.schemes_report import SCHEMES, Estimate, Measured, Scheme, SizeResult, Study
 from rekindle.studies.model_runs import (
@@ -159,11 +155,7 @@ def _single(model: str, how: dict[str, Any], free: FreeBytes | None, tell: Tell)
 
 
 def _profiled(
-    make: Callable[[], models.Workload],
-    name: str,
-    device: str,
-    free: FreeBytes | None,
-    tell: Tell,
+    make: Callable[[], models.Workload], name: str, device: str, free: FreeBytes | None, tell: Tell
 ) -> tuple[Profiled, dict[str, Measured]]:
     """A step and its costs; and its measured peaks, if it is to be run and fits."""
     tell("building")
@@ -237,7 +229,7 @@ def _has_measured_times(step: Profiled) -> bool:
 def estimate(
     graph: StepGraph,
     profile: Profile,
-    tell: Callable[[str], None] = lambda label: None,
+    tell: Tell = lambda label: None,
     schemes: Sequence[Scheme] = SCHEMES,
 ) -> dict[str, Estimate]:
     """The bytes of a step's feature maps under each scheme; `tell` gets the name of the next."""
@@ -300,10 +292,7 @@ def _features_alone(graph: StepGraph, profile: Profile) -> tuple[StepGraph, Prof
     Planners minimise the peak of the whole step. If gradients make that peak, at the end of the
     backward pass, saving feature maps earlier would not pay.
     """
-    storages = (
-        replace(storage, nbytes=0) if storage.role is Role.GRAD else storage
-        for storage in graph.storages
-    )
+    storages = [replace(s, nbytes=0) if s.role is Role.GRAD else s for s in graph.storages]
     features = replace(graph, storages=tuple(storages))
     costs = tuple(replace(cost, workspace_bytes=0) for cost in profile.costs)
     return features, replace(profile, costs=costs, fingerprint=features.fingerprint)

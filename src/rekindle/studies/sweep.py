@@ -34,7 +34,7 @@ from rekindle.errors import InfeasibleBudget, ReportError
 from rekindle.measuring.measure import device_name
 from rekindle.measuring.timing import Measurement, measure, resident_tensors
 from rekindle.models.load import split_spec
-from rekindle.models.workload import check_device, check_precision
+from rekindle.models.workload import check_settings
 from rekindle.models.zoo.catalog import find
 from rekindle.planners.registry import find_planner
 from rekindle.report.data import JSON_SCHEMA
@@ -167,16 +167,14 @@ def _checked_settings(model: str, settings: Mapping[str, Any]) -> dict[str, Any]
     """The settings that all cases share."""
     check_can_run(model, settings["device"])
     common = {name: settings[name] for name in ("precision", "device", "steps", "cap_bytes")}
-    if common["precision"] is not None:
-        check_precision(common["precision"])
-    if common["device"] is not None:
-        check_device(common["device"])
-    if ":" not in model and not model.endswith(".py"):
+    asked = {name: common[name] for name in ("precision", "device")}
+    check_settings(**{name: value for name, value in asked.items() if value is not None})
+    if ":" in model or model.endswith(".py"):
+        path, _ = split_spec(model)
+        common["source"] = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    else:
         find(model)
         common["device"] = common["device"] or "cpu"
-        return {"model": model, **common}
-    path, _ = split_spec(model)
-    common["source"] = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
     return {"model": model, **common}
 
 
@@ -200,9 +198,8 @@ def run_sweep(
 
     def write() -> None:
         records = [record for record in found.values() if record is not None]
-        write_atomically(
-            folder / SWEEP_FILE, {"schema": JSON_SCHEMA, **sweep_data(settings, records)}
-        )
+        content = {"schema": JSON_SCHEMA, **sweep_data(settings, records)}
+        write_atomically(folder / SWEEP_FILE, content)
 
     write()
     left = [case for case, record in found.items() if record is None]
@@ -230,12 +227,11 @@ def _kept(folder: Path, case: Case) -> Record | None:
 
 def read_sweep(folder: Path) -> dict[str, Any]:
     """The sweep that was written into a folder."""
-    found = read_json(folder / SWEEP_FILE)
-    cases = found.get("cases") if found is not None else None
-    if found is None or not isinstance(cases, list) or not cases:
-        raise ReportError(
-            f"there is no sweep in {folder}: run one with rekindle sweep MODEL first."
-        )
+    found = read_json(folder / SWEEP_FILE) or {}
+    cases = found.get("cases")
+    if not isinstance(cases, list) or not cases:
+        message = f"there is no sweep in {folder}: run one with rekindle sweep MODEL first."
+        raise ReportError(message)
     return found
 
 
@@ -273,9 +269,8 @@ def _measured(case: Case, when_ready: Callable[[], object]) -> dict[str, Any]:
         found = _measure(step, work, case.steps)
         measuring_s = time.perf_counter() - start
     if case.cap_bytes is not None and found.peak_bytes > case.cap_bytes:
-        message = (
-            f"took {format_bytes(found.peak_bytes)}, and may take {format_bytes(case.cap_bytes)}"
-        )
+        took, may = format_bytes(found.peak_bytes), format_bytes(case.cap_bytes)
+        message = f"took {took}, and may take {may}"
         return {"status": OUT_OF_MEMORY, "kind": "above the cap", "message": message}
     return {
         "device": device_name(device),

@@ -1,10 +1,12 @@
-"""The models of the zoo by name, and how they are built."""
+"""The models of the zoo by name, those that come in any size, and how they are built."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch.optim import AdamW
@@ -14,9 +16,7 @@ from rekindle.models.workload import (
     ModelParts,
     ModelSpec,
     Workload,
-    check_batch,
-    check_device,
-    check_precision,
+    check_settings,
     make_train_step,
 )
 from rekindle.models.zoo import small, text, vision
@@ -28,6 +28,7 @@ LEARNING_RATE = 1e-4
 _BERT_LARGE = partial(text.bert, layers=24, heads=16, hidden=1024)
 _BERT_TINY = partial(text.bert, sequence=64, layers=2, heads=2, hidden=128, vocab=1024)
 _GPT2_TINY = partial(text.gpt2, sequence=64, layers=2, heads=2, hidden=128, vocab=1024)
+_RESNET_TINY = "3 residual blocks, 32x32 images"
 _VIT_TINY = partial(vision.vit, image=32, patch=4, layers=2, heads=2, hidden=64, classes=10)
 
 
@@ -42,13 +43,7 @@ MODELS: dict[str, ModelSpec] = {
     for spec in (
         ModelSpec("mlp", "perceptron, 4 hidden layers of 512", 64, small.mlp),
         ModelSpec("lstm", "2 LSTM layers unrolled by hand over 32 tokens", 32, small.lstm),
-        ModelSpec(
-            "resnet-tiny",
-            "3 residual blocks, 32x32 images",
-            16,
-            vision.resnet_tiny,
-            "torchvision",
-        ),
+        ModelSpec("resnet-tiny", _RESNET_TINY, 16, vision.resnet_tiny, "torchvision"),
         _resnet(18, 64),
         _resnet(50, 64),
         _resnet(152, 32),
@@ -95,9 +90,7 @@ def build(
     """
     spec = name if isinstance(name, ModelSpec) else find(name)
     batch_size = spec.default_batch if batch is None else batch
-    check_batch(batch_size)
-    check_precision(precision)
-    target = check_device(device)
+    target = check_settings(batch_size, precision, device)
     parts = _seeded_parts(spec, batch_size, size)
 
     model = parts.model.train().to(target)
@@ -141,3 +134,84 @@ def _seeded_parts(spec: ModelSpec, batch: int, size: dict[str, int]) -> ModelPar
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(SEED)
         return spec.build_fn(batch, **size)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A model in many sizes. `size_name` says what a size is: a depth, a length.
+
+    `sizes`, `extent` (further arguments of the builder, which the title names) and `default_batch`
+    are the defaults; those with `cpu_` are for steps that are run on a CPU, which is slow.
+    """
+
+    name: str
+    title: str
+    size_name: str
+    sizes: tuple[int, ...]
+    extent: dict[str, int]
+    default_batch: int
+    build_fn: Callable[..., ModelParts]
+    check: Callable[[int], None]
+    needs: str | None
+    cpu_sizes: tuple[int, ...]
+    cpu_batch: int
+    cpu_extent: dict[str, int]
+
+    def build(self, size: int, **how: Any) -> Workload:
+        """The model of that size; `how` has further arguments of `models.build`."""
+        self.check(size)
+        build_fn = partial(self.build_fn, size)
+        spec = ModelSpec(f"{self.name}-{size}", "", self.default_batch, build_fn, self.needs)
+        return build(spec, **how)
+
+
+def _check_depth(depth: int) -> None:
+    least = 14  # a block in each stage
+    if depth >= least and depth % 3 == 2:
+        return
+    below = depth - (depth - 2) % 3
+    near = f"{below} or {below + 3}" if below >= least else f"{least}"
+    raise ModelError(
+        f"a ResNet has 3 layers for each of its 4 or more blocks and 2 besides, and {depth} is "
+        f"no such depth: take {near}"
+    )
+
+
+def _check_length(length: int) -> None:
+    if length < 1:
+        raise ModelError(f"a sequence has at least 1 position, and {length} is no such length")
+
+
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (
+        Family(
+            name="resnet",
+            title="ResNet on {image}x{image} images",
+            size_name="depth",
+            sizes=(50, 152, 500, 1001),
+            extent={"image": 224},
+            default_batch=32,
+            build_fn=vision.resnet_of_depth,
+            check=_check_depth,
+            needs="torchvision",
+            cpu_sizes=(50, 101, 152),
+            cpu_batch=8,
+            cpu_extent={"image": 128},
+        ),
+        Family(
+            name="lstm",
+            title="Unrolled LSTM, 2 layers of 256",
+            size_name="length",
+            sizes=(16, 32, 64, 128),
+            extent={},
+            default_batch=32,
+            build_fn=small.lstm_stepped,
+            check=_check_length,
+            needs=None,
+            cpu_sizes=(16, 32, 64),
+            cpu_batch=32,
+            cpu_extent={},
+        ),
+    )
+}
