@@ -39,8 +39,8 @@ from rekindle.torch_internals import (
     included_dispatch_keys,
     set_grad_enabled,
 )
-from rekindle.tracing.defer_sigint import uninterrupted
 from rekindle.tracing.tape import EntryKind, Recording
+from rekindle.tracing.undo import uninterrupted
 
 
 class Program:

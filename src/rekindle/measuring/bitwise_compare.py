@@ -24,12 +24,7 @@ Parts = tuple[Callable[..., Any], nn.Module, torch.optim.Optimizer, Any]
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    """Copies in host memory of all that training changes. Keys start with the kind of the value.
-
-    >>> model = nn.Linear(3, 2)
-    >>> list(state_of(model, torch.optim.SGD(model.parameters())))[:3]
-    ['parameter weight', 'parameter bias', 'optimizer param_groups.0.lr']
-    """
+    """Copies in host memory of all that training changes. Keys start with the kind of the value."""
     state: State = {}
     for name, param in model.named_parameters():
         state[f"parameter {name}"] = _copy(param)
@@ -46,11 +41,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
 
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """The keys whose values differ in any bit, or that only one of the two has.
-
-    >>> differences({"x": torch.zeros(2), "n": 1}, {"x": -torch.zeros(2), "n": 1})
-    ['x']
-    """
+    """The keys whose values differ in any bit, or that only one of the two has."""
     keys = dict.fromkeys((*a, *b))
     return [key for key in keys if key not in a or key not in b or not same(a[key], b[key])]
 

@@ -20,13 +20,11 @@ from rekindle.torch_internals import (
 )
 from rekindle.tracing import batch_tree, intercept, user_line
 from rekindle.tracing.cpu_as_gpu import gpu_operators
-from rekindle.tracing.defer_sigint import uninterrupted
-from rekindle.tracing.module_effects import find_effects, note_attributes
 from rekindle.tracing.preconditions import Checks, settings
 from rekindle.tracing.recorder import Recorder
-from rekindle.tracing.step_state import EntryKind, StepState
+from rekindle.tracing.step_state import EntryKind, StepState, find_effects, note_attributes
 from rekindle.tracing.tape import GradUse, OptimizerCall, Recording, run_optimizer
-from rekindle.tracing.undo import Sandbox, remember, replaced
+from rekindle.tracing.undo import Sandbox, remember, replaced, uninterrupted
 
 log = logging.getLogger("rekindle")
 
