@@ -1,8 +1,7 @@
 """Measures every op of a traced step on the device of its tensors, and caches the profile.
 
-Ops run in the order they were traced, after a warm-up run; times are medians over several runs. On
-CUDA, an op's time is that of its kernels as the profiler reports them, without launching; on the
-CPU it is wall time. If a step does not fit the device, each distinct operator is measured alone.
+Ops run in order, after a warm-up run; times are medians over several runs (decision 10). If a step
+does not fit the device, each distinct operator is measured alone.
 """
 
 from __future__ import annotations

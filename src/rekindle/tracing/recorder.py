@@ -1,9 +1,7 @@
 """Records every operator of a training step as it runs on fake tensors.
 
-The step runs with the user's own model and optimizer. Every real tensor that an operator is called
-with (a parameter, a buffer, a tensor in a closure) is replaced by its fake twin, so that nothing
-real is read, written or allocated. Autograd sees the real leaves, so `loss.backward()` assigns
-gradients as always; they are fake, and removed afterwards.
+Every real tensor that an operator is called with is replaced by its fake twin. Autograd sees the
+real leaves, to which `loss.backward()` assigns fake gradients (decision 1).
 """
 
 from __future__ import annotations

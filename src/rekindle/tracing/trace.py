@@ -45,15 +45,16 @@ def record(
 
     With `as_on_gpu`, a step on the CPU uses the operators that a GPU would run: for forecasts only.
     """
-    options = {"placeholder_grads": True, "hides_fakes": True, "as_on_gpu": as_on_gpu}
+    options = {"placeholder_grads", "hides_fakes"}
+    if as_on_gpu:
+        options.add("as_on_gpu")
     others: list[nn.Module] = []
     while True:
         try:
-            return _Capture(train_step, model, optimizer, batch, others, **options).run()
+            return _Capture(train_step, model, optimizer, batch, others, options).run()
         except _Restart as restart:
-            if restart.module is None:
-                options[restart.without] = False
-            else:
+            options.discard(restart.without)
+            if restart.module is not None:
                 others.append(restart.module)
 
 
@@ -73,10 +74,7 @@ class _Capture:
         optimizer: torch.optim.Optimizer,
         batch: Any,
         others: list[nn.Module],
-        *,
-        placeholder_grads: bool,
-        hides_fakes: bool,
-        as_on_gpu: bool,
+        options: set[str],
     ) -> None:
         self.train_step = train_step
         self.model = model
@@ -90,10 +88,8 @@ class _Capture:
         self.params = self.state.params()
         self.fake_mode = FakeTensorMode()
         self.recorder = Recorder(self.fake_mode, self.step_line, self._name_unknown)
-        self.has_placeholder_grads = placeholder_grads
-        self.hides_fakes = hides_fakes
-        self.as_on_gpu = as_on_gpu
-        if hides_fakes:
+        self.options = options
+        if "hides_fakes" in options:
             self.recorder.on_value_read = self._on_value_read
         self.placeholder_grads: dict[int, torch.Tensor] = {}  # by identity of the parameter
         self.old_grads_cleared: list[bool] | None = None
@@ -159,9 +155,9 @@ class _Capture:
                     on_optimizer=self._add_optimizer,
                 )
             )
-            if self.hides_fakes:
+            if "hides_fakes" in self.options:
                 stack.enter_context(intercept.transformers_sees_no_fakes())
-            if self.as_on_gpu:
+            if "as_on_gpu" in self.options:
                 stack.enter_context(gpu_operators())
             yield
 
@@ -189,7 +185,7 @@ class _Capture:
         If it does (`zero_grad()` before `backward()`), the captured graph is valid with and without
         gradients from before; else it is valid only for those that existed at the capture.
         """
-        if not self.has_placeholder_grads:
+        if "placeholder_grads" not in self.options:
             return
         for param in self.params.values():
             if param.requires_grad and param.grad is None:
