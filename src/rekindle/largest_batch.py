@@ -1,8 +1,8 @@
 """The largest batch that fits into a budget, found by simulation: nothing runs out of memory.
 
-The step's graph at any size follows from two that are traced and measured. As planning again for
-another budget is cheap, the step is planned at one reference batch size, under budgets that
-correspond to other sizes; only the batch found that way is planned at its own size.
+The step's graph at any size follows from two that are traced and measured. As planners cache their
+work on a graph, the step is planned at one reference batch size, under budgets that correspond to
+other sizes, since bytes grow nearly linearly; only the result is planned at its own size.
 """
 
 from __future__ import annotations
@@ -125,11 +125,7 @@ def _named_gpu(name: Any) -> Device:
 
 
 class _Step:
-    """The step at one reference batch size, in one form, planned for several budgets.
-
-    Planners cache their work on a graph, so that a second budget takes less time. As bytes grow
-    nearly linearly with the batch, another budget corresponds to another batch size.
-    """
+    """The step at one reference batch size, in one form, planned for several budgets."""
 
     def __init__(
         self, sized: Sized, captured: CapturedCosts, make: Planner, bytes_per_sample: Floats

@@ -84,8 +84,7 @@ def format_budget(nbytes: int) -> str:
     >>> format_budget(1000), format_budget(1 << 30), format_budget((1 << 30) + 1)
     ('1000B', '1GiB', '1.001GiB')
     """
-    position = max(0, (max(nbytes, 1).bit_length() - 1) // 10)
-    position = min(position, len(_BYTE_UNITS) - 1)
+    position = min((max(nbytes, 1).bit_length() - 1) // 10, len(_BYTE_UNITS) - 1)
     unit = 1024**position
     digits = 3 if position else 0
     thousandths = -(-nbytes * 10**digits // unit)

@@ -46,9 +46,8 @@ def measure(
 ) -> Measurement:
     """Run `step` to warm up, once to watch memory, then `steps` times for the time.
 
-    On CUDA, steps are launched back to back as in a training loop, and a sample is the time between
-    the ends of two of them on the device. `resident` returns the tensors that exist before a step,
-    which the CPU's allocator does not report; it is called after the warm-up.
+    `resident` returns the tensors that exist before a step, which the CPU's allocator does not
+    report; it is called after the warm-up.
     """
     if steps < 1:
         raise ValueError(f"at least one step is needed for a time, not {steps}")

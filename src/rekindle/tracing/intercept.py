@@ -170,11 +170,8 @@ def _generator_name(device: Any) -> str:
     return str(device)
 
 
-# transformers omits attention masks if their values allow it, and reads those values unless they
-# are fake: then it always masks, which may select another attention kernel and round differently.
-# So it is told that no tensor is fake; values that do not depend on data are known anyway. If it
-# reads one that does (a padding mask of the batch), the step is traced again without this, which is
-# correct for every mask.
+# transformers masks attention by values unless they are fake. So it is told that no tensor is fake;
+# if it reads a value that depends on data, the step is traced again without this (decision 9).
 
 _TRANSFORMERS_UTILS = "transformers.utils.import_utils"
 

@@ -1,8 +1,4 @@
-"""Properties of operators, from their schemas and tags.
-
-The only wrong schemas are those of the older batch-norm operators, which do not declare that they
-write to their running statistics: `_UNDECLARED_WRITES`.
-"""
+"""Properties of operators, from their schemas and tags."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ from torch.utils.flop_counter import flop_registry
 
 from rekindle.torch_internals import DispatchKey, OpOverload, pytree
 
-_UNDECLARED_WRITES = {
+_UNDECLARED_WRITES = {  # the only wrong schemas
     "aten::native_batch_norm": ("running_mean", "running_var"),
     "aten::cudnn_batch_norm": ("running_mean", "running_var"),
     "aten::miopen_batch_norm": ("running_mean", "running_var"),
@@ -69,11 +65,7 @@ def writes_statistics(op: OpOverload) -> bool:
 
 
 def copy_op(op: OpOverload, device: torch.device, writes: bool) -> OpOverload | None:
-    """The operator that recomputes a call's first result from its other results, if any.
-
-    On CUDA, `native_batch_norm` in training computes mean and variance and then runs this kernel:
-    the result is the same bit for bit, without the pass over the input for the statistics.
-    """
+    """The operator that recomputes a call's first result from its others, if any (decision 15)."""
     if op is torch.ops.aten.native_batch_norm.default and device.type == "cuda" and writes:
         return torch.ops.aten.batch_norm_elemt.default
     return None

@@ -1,8 +1,7 @@
 """Finds the tensors that a step uses besides its batch, and the attributes that it sets on modules.
 
 A `Slot` is a place, not a tensor: `load_state_dict(assign=True)` or a module that replaces its
-buffer puts another tensor there, and the next step must use that one. An `Effect` is an attribute
-that the step sets, such as a hidden state; running the captured step has to do the same.
+buffer puts another tensor there, and the next step must use that one.
 """
 
 from __future__ import annotations

@@ -53,17 +53,17 @@ def record(
         try:
             return _Capture(train_step, model, optimizer, batch, others, options).run()
         except _Restart as restart:
-            options.discard(restart.without)
-            if restart.module is not None:
-                others.append(restart.module)
+            if isinstance(restart.change, str):
+                options.discard(restart.change)
+            else:
+                others.append(restart.change)
 
 
 class _Restart(BaseException):
     """Trace again: without an option, or with one more module whose tensors the step uses."""
 
-    def __init__(self, *, without: str = "", module: nn.Module | None = None) -> None:
-        self.without = without
-        self.module = module
+    def __init__(self, change: str | nn.Module) -> None:
+        self.change = change
 
 
 class _Capture:
@@ -180,11 +180,7 @@ class _Capture:
     # Gradients from before the step
 
     def _place_grads(self) -> None:
-        """Give parameters without a gradient a placeholder, to see if the step clears it unread.
-
-        If it does (`zero_grad()` before `backward()`), the captured graph is valid with and without
-        gradients from before; else it is valid only for those that existed at the capture.
-        """
+        """Give parameters without a gradient a placeholder: is it cleared unread? (decision 3)"""
         if "placeholder_grads" not in self.options:
             return
         for param in self.params.values():
@@ -303,7 +299,7 @@ class _Capture:
         """Note a module from outside the model that the step calls."""
         parts = [*module.modules()]
         if any(StepState.has_tensors(part) for part in parts):
-            raise _Restart(module=module)
+            raise _Restart(module)
         for part in parts:
             self.sandbox.add_module(part)
         names = self.state.add_module(module)
@@ -329,11 +325,11 @@ class _Capture:
                 "%s:%d branches on a value of the batch; the captured step always applies masks",
                 *line,
             )
-            raise _Restart(without="hides_fakes")
+            raise _Restart("hides_fakes")
 
     def _name_unknown(self, tensor: torch.Tensor) -> tuple[EntryKind, str]:
         if any(tensor is placeholder for placeholder in self.placeholder_grads.values()):
-            raise _Restart(without="placeholder_grads")
+            raise _Restart("placeholder_grads")
         known = self.state.name_of(tensor)
         if known is not None:
             return known

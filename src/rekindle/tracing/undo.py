@@ -1,10 +1,7 @@
 """Undoes everything that tracing a step does to the user's objects.
 
-Fake tensors never touch real memory, but the step also changes Python objects: gradients appear,
-the optimizer creates its state, modules replace buffers. `Sandbox` notes them before the step and
-restores them afterwards. Containers are restored key by key and never emptied: if a restore is
-interrupted, no attribute is missing, and restoring once more completes it. `uninterrupted` defers
-Ctrl-C where an interrupt would leave objects half changed.
+Containers are restored key by key and never emptied: if a restore is interrupted, no attribute is
+missing, and restoring once more completes it.
 """
 
 from __future__ import annotations
