@@ -170,7 +170,8 @@ class _Session:
 
     def other_bytes(self, batch: list[torch.Tensor]) -> int:
         """Bytes allocated on the device now for anything but the step's own tensors."""
-        own_bytes = _input_bytes(self.recording, batch, self.device)
+        storages = _real_storages(self.recording, batch)
+        own_bytes = sum(s.nbytes() for s in storages if s.device.type == self.device.type)
         return max(0, self.meter.allocated_bytes() - own_bytes)
 
     def profile(self, batch: list[torch.Tensor] | None) -> Profile:
@@ -383,12 +384,6 @@ def _slots_of_entries(recording: Recording) -> dict[fx.Node, Slot]:
     slots = {(slot.kind, slot.name): slot for slot in recording.state.slots}
     entries = (entry for entry in recording.tape.entries if (entry.kind, entry.name) in slots)
     return {entry.node: slots[entry.kind, entry.name] for entry in entries}
-
-
-def _input_bytes(recording: Recording, batch: list[torch.Tensor], device: torch.device) -> int:
-    """Bytes on a device of the entries of the step that exist by now."""
-    storages = _real_storages(recording, batch)
-    return sum(s.nbytes() for s in storages if s.device.type == device.type)
 
 
 def _synthetic_tensor(recording: Recording, node: fx.Node) -> torch.Tensor:
