@@ -189,7 +189,7 @@ def test_a_step_that_changes_with_its_batch_is_refused() -> None:
     def uneven(n: int) -> torch.Tensor:
         return torch.ones(n * n, WIDTH)
 
-    with pytest.raises(rekindle.ProfileError, match="evenly"):
+    with pytest.raises(rekindle.ProfileError, match="linearly"):
         rekindle.max_batch(*parts(), uneven, budget="1GB", device="H200")
 
 

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from rekindle.api import capture, layout, optimize, plan, profile, simulate, verify
-from rekindle.captured_step import CapturedStep
+from rekindle.captured_step import CapturedStep, TrainStep
 from rekindle.core.cost.batch_search import LargestBatch
 from rekindle.core.cost.devices import Device, add_device
 from rekindle.core.cost.profile import Profile
@@ -27,7 +27,6 @@ from rekindle.errors import (
 )
 from rekindle.largest_batch import max_batch
 from rekindle.measuring.timing import Measurement
-from rekindle.train_step import TrainStep
 
 if TYPE_CHECKING:
     from rekindle.dynamo import CompiledModel, compile

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rekindle.captured_step import CapturedStep
+from rekindle.captured_step import CapturedStep, TrainStep
 from rekindle.core.cost.devices import Device, find_device
 from rekindle.core.cost.profile import Profile
 from rekindle.core.cost.roofline import analytic_profile
@@ -28,7 +28,6 @@ from rekindle.measuring.bitwise_compare import compare
 from rekindle.measuring.measure import measured_profile
 from rekindle.pipeline import PlanRequest
 from rekindle.planners.registry import find_planner
-from rekindle.train_step import TrainStep
 from rekindle.units import parse_budget
 
 

@@ -1,17 +1,4 @@
-"""The exceptions that Rekindle raises.
-
-RekindleError
-├ CaptureError        names the user's line, and what to write instead
-├ ModelError          no such model, or a model function that returns the wrong thing
-├ UnitError           a quantity in text that cannot be parsed; also a ValueError
-├ ProfileError
-├ PlanError
-│ ├ InfeasibleBudget  least_peak_bytes
-│ ├ InvalidSchedule   the op and the rule it breaks
-│ └ InvalidLayout     the op, and what overlaps there
-├ RewriteError
-└ ReportError         a report cannot be made: a package it needs is missing
-"""
+"""The exceptions that Rekindle raises, all of them subclasses of `RekindleError`."""
 
 from __future__ import annotations
 

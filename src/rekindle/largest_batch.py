@@ -1,20 +1,16 @@
 """The largest batch that fits into a budget, found by simulation: nothing runs out of memory.
 
-The step is traced at two batch sizes; its graph at any other size follows by linear extrapolation,
-op by op (`core/cost/batch_scaling.py`). Costs are measured on the model's device at two sizes that
-fit easily, or analytic for a GPU by name. Then batch sizes are simulated and planned
-(`core/cost/batch_search.py`): the plain step's largest batch is found to 0.5%, the planned to 2%.
-
-Planning a large step takes seconds, planning it again for another budget less. So the step is
-planned at one reference batch size, under budgets that correspond to other sizes; only the batch
-found that way is planned at its own size.
+The step's graph at any size follows from two that are traced and measured. As planners cache their
+work on a graph, the step is planned at one reference batch size, under budgets that correspond to
+other sizes, since bytes grow nearly linearly; only the result is planned at its own size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -115,7 +111,7 @@ def max_batch(
     def at(batch: int) -> Parts:
         return train_step, model, optimizer, make_batch(batch)
 
-    return _Search(at, budget_bytes, named, planner, tell).run(at_least)
+    return _Search(at, budget_bytes, named, find_planner(planner), tell).run(at_least)
 
 
 def _named_gpu(name: Any) -> Device:
@@ -128,19 +124,8 @@ def _named_gpu(name: Any) -> Device:
     return find_device(name)
 
 
-class _Traced(NamedTuple):
-    """A step traced at one batch size."""
-
-    batch: int
-    captured: CapturedStep
-
-
 class _Step:
-    """The step at one reference batch size, in one form, planned for several budgets.
-
-    Planners cache their work on a graph, so that a second budget takes less time. As bytes grow
-    nearly linearly with the batch, another budget corresponds to another batch size.
-    """
+    """The step at one reference batch size, in one form, planned for several budgets."""
 
     def __init__(
         self, sized: Sized, captured: CapturedCosts, make: Planner, bytes_per_sample: Floats
@@ -216,30 +201,24 @@ class _Step:
         return self._make(form, self._costs, budget_bytes)
 
 
+@dataclass
 class _Search:
     """The search for the largest batch: plain, planned, and planned with a given throughput."""
 
-    def __init__(
-        self,
-        at: Callable[[int], Parts],
-        budget_bytes: int,
-        device: Device | None,
-        planner: str,
-        tell: Callable[[str], None],
-    ) -> None:
-        self.at = at
-        self.budget_bytes = budget_bytes
-        self.device = device
-        self.make = find_planner(planner)
-        self.tell = tell
-        self.costs: tuple[Profile, Profile] | None = None
+    at: Callable[[int], Parts]
+    budget_bytes: int
+    device: Device | None
+    make: Planner
+    tell: Callable[[str], None]
+    costs: tuple[Profile, Profile] | None = None
 
     def run(self, at_least: float | None) -> LargestBatch:
-        traced = [self._trace(batch) for batch in SIZES]
+        traced = {batch: self._trace(batch) for batch in SIZES}
         self.growth = _growth(traced)
         if self.device is None:
             traced = self._measured(traced)
-        self.recording = traced[-1].captured.recording
+        largest = max(traced)
+        self.recording = traced[largest].recording
         self.tell("searching the largest batch of the plain step")
         plain = self._largest_plain()
         quick = None
@@ -251,7 +230,7 @@ class _Search:
             if plain is not None and planned is not None and at_least is not None:
                 quick = self._quickest(plain, planned, at_least)
             least_bytes = self._light_step(1).least.peak_bytes if planned is None else None
-        profile = self._captured(traced[-1].batch).profile
+        profile = self._captured(largest).profile
         about = self.budget_bytes, profile.device, profile.method
         return LargestBatch(*about, plain, planned, at_least, quick, least_bytes)
 
@@ -260,7 +239,8 @@ class _Search:
         traces: dict[int, Trace] = {}
 
         def peak_bytes(batch: int) -> int:
-            traces[batch] = self._plain_trace(batch)
+            captured = self._captured(batch)
+            traces[batch] = simulate(captured.graph, captured.profile)
             return traces[batch].peak_bytes
 
         most = share * self.budget_bytes
@@ -308,8 +288,7 @@ class _Search:
             self.tell(f"estimating a batch of {batch:.0f}")
             return self.step.plan(batch) is not None
 
-        known = self.step.reach(self.step.least)
-        return descend(can_plan, max(known, 0.5))
+        return descend(can_plan, max(self.step.reach(self.step.least), 0.5))
 
     def _quickest(self, plain: Fit, planned: Fit, at_least: float) -> Fit:
         """The largest batch that is trained at a share of the plain step's throughput."""
@@ -354,27 +333,24 @@ class _Search:
         plan = step.plan()
         return None if plan is None else Fit(batch, plan.peak_bytes, step.trace(plan).step_us)
 
-    def _trace(self, batch: int) -> _Traced:
+    def _trace(self, batch: int) -> CapturedStep:
         self.tell(f"tracing a step of batch {batch}")
         parts = self.at(batch)
         is_here = any(param.is_cuda for param in parts[1].parameters())
-        return _Traced(
-            batch, CapturedStep(*parts, as_on_gpu=self.device is not None and not is_here)
-        )
+        return CapturedStep(*parts, as_on_gpu=self.device is not None and not is_here)
 
-    def _measured(self, traced: list[_Traced]) -> list[_Traced]:
+    def _measured(self, traced: dict[int, CapturedStep]) -> dict[int, CapturedStep]:
         """Measure the step at two batch sizes that fit easily."""
         batch = self._largest_plain(MEASURED_BUDGET_RATIO)
         large = max(MIN_MEASURED_SAMPLES, batch.batch) if batch else MIN_MEASURED_SAMPLES
         sizes = (large // 2, large)
-        if sizes != tuple(each.batch for each in traced):
-            traced = [self._trace(size) for size in sizes]
+        if sizes != tuple(traced):
+            traced = {size: self._trace(size) for size in sizes}
             self.growth = _growth(traced)
         costs = []
-        for each in traced:
-            self.tell(f"measuring a step of batch {each.batch}")
-            made = self.at(each.batch)
-            captured = each.captured
+        for size, captured in traced.items():
+            self.tell(f"measuring a step of batch {size}")
+            made = self.at(size)
             batch_tensors = batch_tree.flatten(made[3]).tensors
             costs.append(
                 measured_profile(captured.recording, captured.graph, batch_tensors, captured.device)
@@ -394,8 +370,7 @@ class _Search:
     def _captured(self, batch: int) -> CapturedCosts:
         graph = self.growth.at(batch)
         profile = self._profile(graph, batch)
-        inputs = _batch_bytes(graph)
-        extra_bytes = inputs if profile.allocator == "cuda" else 0  # CUDA graphs copy it
+        extra_bytes = _batch_bytes(graph) if profile.allocator == "cuda" else 0  # graphs copy it
         return CapturedCosts(graph, profile, self.budget_bytes, extra_bytes)
 
     def _profile(self, graph: StepGraph, batch: int) -> Profile:
@@ -407,17 +382,13 @@ class _Search:
         costs = (OpCost(0.0),) * len(graph.ops)  # not measured yet: only bytes matter
         return Profile("", graph.fingerprint, costs, "cuda" if on_gpu else "exact")
 
-    def _plain_trace(self, batch: int) -> Trace:
-        captured = self._captured(batch)
-        return simulate(captured.graph, captured.profile)
-
 
 def _batch_bytes(graph: StepGraph) -> int:
     return sum(storage.nbytes for storage in graph.storages if storage.role is Role.INPUT)
 
 
-def _growth(traced: Sequence[_Traced]) -> Growth:
-    small, large = (Sized(each.batch, each.captured.graph) for each in traced)
+def _growth(traced: dict[int, CapturedStep]) -> Growth:
+    small, large = (Sized(batch, captured.graph) for batch, captured in traced.items())
     if _batch_bytes(small.graph) == _batch_bytes(large.graph):
         raise ProfileError(
             f"the batch has as many bytes for {small.batch} samples as for {large.batch}: does "

@@ -28,7 +28,7 @@ from rekindle.engines.program import Program
 from rekindle.engines.select_engine import EngineFactory
 from rekindle.errors import InfeasibleBudget, PlanError
 from rekindle.measuring.measure import measured_profile
-from rekindle.measuring.peak_monitor import report_peak
+from rekindle.measuring.timing import report_peak
 from rekindle.planners.registry import Planner, find_planner
 from rekindle.rewriting.apply_schedule import rewrite
 from rekindle.rewriting.step_forms import improved, with_early_updates

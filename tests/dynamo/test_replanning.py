@@ -14,7 +14,7 @@ from rekindle import dynamo
 from rekindle.dynamo import compile_pipeline, session
 from rekindle.dynamo.session import Session
 from rekindle.errors import InfeasibleBudget
-from rekindle.measuring.peak_monitor import PeakMonitor
+from rekindle.measuring.timing import PeakMonitor
 
 
 def test_the_second_step_is_monitored(monkeypatch: pytest.MonkeyPatch) -> None:

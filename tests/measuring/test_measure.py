@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 import rekindle
 from rekindle import models
 from rekindle.errors import ProfileError
-from rekindle.measuring import interpreter, measure
+from rekindle.measuring import measure
 from rekindle.measuring.meters import allocations
 
 ZOO: dict[str, dict[str, int]] = {
@@ -359,10 +359,10 @@ def test_measuring_makes_no_nans(name: str) -> None:
     step = captured(work)
     batch = step.first_batch()
     assert batch is not None
-    with interpreter.preserved(step.recording, batch):
+    with measure.preserved(step.recording, batch):
         for _ in range(3):
-            given = interpreter.inputs(step.recording, batch)
-            interpreter.run(
+            given = measure.inputs(step.recording, batch)
+            measure.run_ops(
                 step.recording, given, lambda index, op, args, kwargs: op(*args, **kwargs)
             )
             assert all(param.isfinite().all() for param in work.model.parameters())

@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from rekindle.measuring.peak_monitor import PeakMonitor, report_peak
+from rekindle.measuring.timing import PeakMonitor, report_peak
 
 
 def test_the_peak_between_start_and_stop(monkeypatch: pytest.MonkeyPatch) -> None:

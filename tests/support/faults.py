@@ -149,7 +149,7 @@ class AtLine(Traced):
 
 def interrupted_at_lines(trial: Trial, *, every: int = 1) -> dict[str, set[str]]:
     """Interrupt steps at lines of the code around and in the optimizer; by outcome, which."""
-    files = ("engines/program.py", "defer_sigint.py", *AtLine.OPTIMIZERS)
+    files = ("engines/program.py", "tracing/undo.py", *AtLine.OPTIMIZERS)
     with AtLine(*files) as lines:
         trial.step(trial.batch)
     assert trial.outcome() == AFTER

@@ -12,6 +12,7 @@ from rekindle.tracing import operators
 
 aten = torch.ops.aten
 X = torch.ones(2, 3)
+RELU_BACKWARD = aten.threshold_backward
 
 
 def norm_args(training: bool) -> tuple[Any, ...]:
@@ -121,6 +122,24 @@ def test_is_composite(op: OpOverload, is_composite: bool) -> None:
 )
 def test_is_bookkeeping(op: OpOverload, is_bookkeeping: bool) -> None:
     assert operators.is_bookkeeping(op) is is_bookkeeping
+
+
+@pytest.mark.parametrize(
+    ("variant", "op", "expected"),
+    [
+        (operators.out_of_place, aten.unsqueeze_.default, aten.unsqueeze.default),
+        (operators.in_place, aten.relu.default, aten.relu_.default),
+        (
+            operators.overwriting,
+            aten.threshold_backward.default,
+            aten.threshold_backward.grad_input,
+        ),
+        (operators.overwriting, aten.mm.default, None),
+    ],
+    ids=["out of place", "in place", "overwriting", "not overwriting"],
+)
+def test_variants_of_operators(variant: Any, op: OpOverload, expected: OpOverload | None) -> None:
+    assert variant(op) is expected
 
 
 def test_flops() -> None:

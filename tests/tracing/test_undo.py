@@ -117,7 +117,7 @@ def test_an_interrupt_at_any_line_of_a_capture() -> None:
     """Of the code that replaces, traces and restores; the step's own lines are the user's."""
     model, optimizer = made()
     batch = torch.linspace(-1, 1, 8).view(2, 4)
-    files = ("tracing/undo.py", "tracing/trace.py", "tracing/intercept.py", "defer_sigint.py")
+    files = ("tracing/undo.py", "tracing/trace.py", "tracing/intercept.py")
     with AtLine(*files) as lines:
         rekindle.capture(train_step, model, optimizer, batch)
     assert lines.count > 200

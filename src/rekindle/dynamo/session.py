@@ -21,7 +21,7 @@ from rekindle.dynamo.budget_shares import (
 from rekindle.dynamo.planned_graph import Key, PlannedGraph
 from rekindle.dynamo.post_grad_passes import PostGradOptions
 from rekindle.errors import InfeasibleBudget, PlanError
-from rekindle.measuring.peak_monitor import PeakMonitor, report_peak
+from rekindle.measuring.timing import PeakMonitor, report_peak
 from rekindle.passes.matmul_padding import PaddingOptions
 from rekindle.planners.registry import find_planner
 from rekindle.units import format_bytes, parse_budget

@@ -33,8 +33,8 @@ from rekindle.torch_internals import (
     included_dispatch_keys,
     set_grad_enabled,
 )
-from rekindle.tracing.defer_sigint import uninterrupted
 from rekindle.tracing.tape import EntryKind, OptimizerCall, Recording
+from rekindle.tracing.undo import uninterrupted
 
 Functions = Mapping[fx.Node, Callable[..., Any]]  # that nodes call in place of their targets
 Tensors = list[torch.Tensor]

@@ -6,7 +6,7 @@ import gc
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -24,12 +24,7 @@ Parts = tuple[Callable[..., Any], nn.Module, torch.optim.Optimizer, Any]
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    """Copies in host memory of all that training changes. Keys start with the kind of the value.
-
-    >>> model = nn.Linear(3, 2)
-    >>> list(state_of(model, torch.optim.SGD(model.parameters())))[:3]
-    ['parameter weight', 'parameter bias', 'optimizer param_groups.0.lr']
-    """
+    """Copies in host memory of all that training changes. Keys start with the kind of the value."""
     state: State = {}
     for name, param in model.named_parameters():
         state[f"parameter {name}"] = _copy(param)
@@ -46,11 +41,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
 
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """The keys whose values differ in any bit, or that only one of the two has.
-
-    >>> differences({"x": torch.zeros(2), "n": 1}, {"x": -torch.zeros(2), "n": 1})
-    ['x']
-    """
+    """The keys whose values differ in any bit, or that only one of the two has."""
     keys = dict.fromkeys((*a, *b))
     return [key for key in keys if key not in a or key not in b or not same(a[key], b[key])]
 
@@ -60,7 +51,6 @@ def compare(
     optimize: Callable[..., Any],
     *,
     steps: int,
-    seed: int = 0,
     on_stage: Callable[[str], None] = lambda stage: None,
     unplanned: Callable[..., Any] | None = None,
 ) -> Comparison:
@@ -76,18 +66,24 @@ def compare(
 
     def trained(prepare: Callable[..., Any] | None, stage: str) -> _Training:
         on_stage("building the model")
-        torch.manual_seed(seed)
-        train_step, *objects = make()
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
+        train_step, model, optimizer, batch = make()
+        torch.manual_seed(0)
         start = time.perf_counter()
         if prepare is None:
-            step = partial(train_step, *objects[:2])
+            step = partial(train_step, model, optimizer)
         else:
             on_stage("capturing a step")
-            step = prepare(train_step, *objects)
-        prepare_us = (time.perf_counter() - start) * 1e6
+            step = prepare(train_step, model, optimizer, batch)
+        training = _Training(step, prepare_us=(time.perf_counter() - start) * 1e6)
         on_stage(f"training {steps} steps {stage}")
-        return _Training(step, *objects, steps=steps, prepare_us=prepare_us)
+        for _ in range(steps - 1):
+            training.train(batch)
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        resident = partial(resident_tensors, model, optimizer, batch)
+        training.peak_bytes = peak_bytes(partial(training.train, batch), device, resident)
+        training.state.update(state_of(model, optimizer))
+        return training
 
     with torch.random.fork_rng(devices=devices):
         captured = trained(optimize, "with Rekindle")
@@ -153,35 +149,19 @@ def _largest_difference(a: State, b: State) -> float:
     return largest
 
 
+@dataclass
 class _Training:
     """The results, times and final state of a few steps, and the memory peak of the last one."""
 
-    def __init__(
-        self,
-        step: Any,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        batch: Any,
-        *,
-        steps: int,
-        prepare_us: float,
-    ) -> None:
-        self.step, self.prepare_us = step, prepare_us
-        self.state: State = {}
-        self.samples_us: list[float] = []
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        for _ in range(steps - 1):
-            self._train(step, batch)
-        self.peak_bytes = peak_bytes(
-            lambda: self._train(step, batch),
-            device,
-            lambda: resident_tensors(model, optimizer, batch),
-        )
-        self.state.update(state_of(model, optimizer))
+    step: Any
+    prepare_us: float
+    peak_bytes: int = 0
+    samples_us: list[float] = field(default_factory=list)
+    state: State = field(default_factory=dict)
 
-    def _train(self, step: Callable[[Any], Any], batch: Any) -> None:
+    def train(self, batch: Any) -> None:
         start = time.perf_counter()
-        leaves = [_copy(leaf) for leaf in pytree.tree_leaves(step(batch))]  # waits for the device
+        leaves = [_copy(leaf) for leaf in pytree.tree_leaves(self.step(batch))]  # synchronizes
         self.samples_us.append((time.perf_counter() - start) * 1e6)
         for position, leaf in enumerate(leaves):
             suffix = f".{position}" if len(leaves) > 1 else ""

@@ -1,8 +1,7 @@
 """Measures every op of a traced step on the device of its tensors, and caches the profile.
 
-Ops run in the order they were traced, after a warm-up run; times are medians over several runs. On
-CUDA, an op's time is that of its kernels as the profiler reports them, without launching; on the
-CPU it is wall time. If a step does not fit the device, each distinct operator is measured alone.
+Ops run in order, after a warm-up run; times are medians over several runs (decision 10). If a step
+does not fit the device, each distinct operator is measured alone.
 """
 
 from __future__ import annotations
@@ -10,9 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import operator
 import os
 import platform
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,6 @@ from rekindle.core.graph.liveness import analyze
 from rekindle.core.graph.serial import load_profile, save_profile
 from rekindle.core.graph.simulate import device_sizes
 from rekindle.errors import ProfileError
-from rekindle.measuring import interpreter
 from rekindle.measuring.meters import (
     CallOp,
     CpuMeter,
@@ -39,9 +39,15 @@ from rekindle.measuring.meters import (
     call_plainly,
     release_cached_memory,
 )
-from rekindle.torch_internals import clear_cublas_workspaces
+from rekindle.torch_internals import (
+    AutoDispatchBelowAutograd,
+    clear_cublas_workspaces,
+    set_grad_enabled,
+)
 from rekindle.tracing import operators
+from rekindle.tracing.step_state import EntryKind, Slot
 from rekindle.tracing.tape import Recording
+from rekindle.tracing.undo import random_states, set_random_states, uninterrupted
 
 log = logging.getLogger("rekindle")
 
@@ -160,11 +166,12 @@ class _Session:
     def __post_init__(self) -> None:
         on_cuda = self.device.type == "cuda"
         self.meter: Meter = CudaMeter(self.device) if on_cuda else CpuMeter()
-        self._slot_of = interpreter.slots_of_entries(self.recording)
+        self._slot_of = _slots_of_entries(self.recording)
 
     def other_bytes(self, batch: list[torch.Tensor]) -> int:
         """Bytes allocated on the device now for anything but the step's own tensors."""
-        own_bytes = interpreter.input_bytes(self.recording, batch, self.device)
+        storages = _real_storages(self.recording, batch)
+        own_bytes = sum(s.nbytes() for s in storages if s.device.type == self.device.type)
         return max(0, self.meter.allocated_bytes() - own_bytes)
 
     def profile(self, batch: list[torch.Tensor] | None) -> Profile:
@@ -185,14 +192,14 @@ class _Session:
     def _in_order(self, batch: list[torch.Tensor] | None) -> Profile:
         """Run the whole step, op after op."""
         recording, n_ops = self.recording, len(self.graph.ops)
-        with interpreter.preserved(recording, batch):
+        with preserved(recording, batch):
             tensors = batch or [
-                interpreter.synthetic_tensor(recording, node) for node in recording.batch_nodes
+                _synthetic_tensor(recording, node) for node in recording.batch_nodes
             ]
-            entering = interpreter.inputs(recording, tensors)  # once: making tensors takes time
+            entering = inputs(recording, tensors)  # once: making tensors takes time
 
             def run(call_op: CallOp) -> None:
-                interpreter.run(recording, dict(entering), call_op)
+                run_ops(recording, dict(entering), call_op)
 
             self.progress("warming up")
             run(call_plainly)
@@ -261,7 +268,7 @@ class _Session:
                     log.info("%s does not run alone: %s", self.graph.ops[index].name, error)
                     failing.add(index)
 
-        with interpreter.preserved(self.recording):
+        with preserved(self.recording):
             run(call_plainly)
             overhead_bytes = self.other_bytes(batch)
             alone, _ = self.meter.workspaces_bytes(run, len(calls))
@@ -297,7 +304,7 @@ class _Session:
         slot = self._slot_of.get(node)
         if slot is not None:
             return slot.get()
-        tensor = interpreter.synthetic_tensor(self.recording, node)
+        tensor = _synthetic_tensor(self.recording, node)
         if "max_pool" in target and tensor.dtype is torch.int64:
             # Indices of max pooling: distinct ones, or atomic adds to one address would be slow.
             height, width = tensor.shape[-2:]
@@ -347,3 +354,107 @@ class _Session:
             method=method,
             versions=versions(self.device),
         )
+
+
+# The op-by-op interpreter. It may run on the user's own tensors: `preserved` restores their values.
+
+
+def inputs(recording: Recording, batch: list[torch.Tensor]) -> dict[fx.Node, torch.Tensor]:
+    """A tensor for each entry of the step; optimizer state that does not exist yet is all zeros.
+
+    Optimizers start from zeros. Random state could turn parameters into NaN (the square root of a
+    negative average), for which kernels may take another time.
+    """
+    slots = _slots_of_entries(recording)
+    made = dict(zip(recording.batch_nodes, batch, strict=True))
+    for entry in recording.tape.entries:
+        if entry.kind is EntryKind.BATCH:
+            continue
+        if entry.node in slots:
+            made[entry.node] = slots[entry.node].get()
+        elif _is_real(entry.tensor):
+            made[entry.node] = entry.tensor
+        else:
+            made[entry.node] = _synthetic_tensor(recording, entry.node).zero_()
+    return made
+
+
+def _slots_of_entries(recording: Recording) -> dict[fx.Node, Slot]:
+    """The slot of each entry that has one."""
+    slots = {(slot.kind, slot.name): slot for slot in recording.state.slots}
+    entries = (entry for entry in recording.tape.entries if (entry.kind, entry.name) in slots)
+    return {entry.node: slots[entry.kind, entry.name] for entry in entries}
+
+
+def _synthetic_tensor(recording: Recording, node: fx.Node) -> torch.Tensor:
+    """A tensor laid out like a node's value: random floats; zeros for integers, often indices."""
+    meta = recording.tape.metas[node]
+    device = recording.tape.storages[meta.storage].device
+    last = sum((size - 1) * step for size, step in zip(meta.shape, meta.stride, strict=True))
+    count = last + 1 if 0 not in meta.shape else 0
+    memory = torch.zeros(count, dtype=meta.dtype, device=device)
+    if meta.dtype.is_floating_point:
+        memory.normal_()
+    return memory.as_strided(meta.shape, meta.stride)
+
+
+@contextmanager
+def preserved(recording: Recording, batch: list[torch.Tensor] | None = None) -> Iterator[None]:
+    """Restore every real tensor and generator after the block, from copies in host memory."""
+    copies = [(s, s.cpu().clone()) for s in _real_storages(recording, batch or [])]
+    nodes = (call.node for call in recording.tape.calls)
+    args: Iterator[Any] = (arg for node in nodes for arg in (*node.args, *node.kwargs.values()))
+    generators = {id(arg): arg for arg in args if isinstance(arg, torch.Generator)}
+    own_states = [(generator, generator.get_state()) for generator in generators.values()]
+    states = random_states()
+    try:
+        yield
+    finally:
+        with uninterrupted():
+            for storage, copy in copies:
+                storage.copy_(copy)
+            for generator, state in own_states:
+                generator.set_state(state)
+            set_random_states(states)
+
+
+def _real_storages(
+    recording: Recording, batch: list[torch.Tensor]
+) -> Iterator[torch.UntypedStorage]:
+    tensors = [entry.tensor for entry in recording.tape.entries if _is_real(entry.tensor)]
+    tensors += [*(slot.get() for slot in recording.state.slots), *batch]
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    yield from {storage.data_ptr(): storage for storage in storages}.values()
+
+
+def _is_real(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter)
+
+
+def run_ops(recording: Recording, values: dict[fx.Node, Any], call_op: CallOp) -> None:
+    """Run every op in order, and delete each of the `values` after its last use."""
+    calls = {call.node: index for index, call in enumerate(recording.tape.calls)}
+    nodes = [n for n in recording.tape.graph.nodes if n in calls or n.target is operator.getitem]
+    dying = _last_uses(nodes)
+    with torch.enable_grad(), AutoDispatchBelowAutograd():
+        for node in nodes:
+            if node.target is operator.getitem:
+                values[node] = values[node.all_input_nodes[0]][node.args[1]]
+            else:
+                args = fx.map_arg(node.args, values.__getitem__)
+                kwargs = fx.map_arg(node.kwargs, values.__getitem__)
+                set_grad_enabled(recording.tape.calls[calls[node]].grad_enabled)
+                values[node] = call_op(calls[node], node.target, args, kwargs)
+                del args, kwargs
+            for dead in dying[node]:
+                del values[dead]
+
+
+def _last_uses(nodes: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    seen: set[fx.Node] = set()
+    dying: dict[fx.Node, list[fx.Node]] = {}
+    for node in reversed(nodes):
+        last = [n for n in (node, *node.all_input_nodes) if n not in seen]
+        seen.update(last)
+        dying[node] = last
+    return dying

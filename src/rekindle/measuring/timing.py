@@ -1,7 +1,8 @@
-"""Measures whole steps: time, and the peak of allocated bytes."""
+"""Measures whole steps: time, and the peak of allocated bytes, also against a budget."""
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from rekindle.core.notebook import html_table, one_line
 from rekindle.measuring.meters import cuda_samples_us, peak_bytes
 from rekindle.torch_internals import pytree
 from rekindle.units import format_bytes, format_us
+
+log = logging.getLogger("rekindle")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +46,8 @@ def measure(
 ) -> Measurement:
     """Run `step` to warm up, once to watch memory, then `steps` times for the time.
 
-    On CUDA, steps are launched back to back as in a training loop, and a sample is the time between
-    the ends of two of them on the device. `resident` returns the tensors that exist before a step,
-    which the CPU's allocator does not report; it is called after the warm-up.
+    `resident` returns the tensors that exist before a step, which the CPU's allocator does not
+    report; it is called after the warm-up.
     """
     if steps < 1:
         raise ValueError(f"at least one step is needed for a time, not {steps}")
@@ -71,3 +73,36 @@ def resident_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, batch: 
     grads = [param.grad for param in params]
     state = list(optimizer.state.values())
     return [*params, *grads, *model.buffers(), *pytree.tree_leaves([state, batch])]
+
+
+class PeakMonitor:
+    """The most memory allocated on a GPU between `start` and `stop`; nothing on other devices."""
+
+    def __init__(self, device: torch.device | None) -> None:
+        self._device = device
+
+    @property
+    def is_active(self) -> bool:
+        """True if the device counts its allocations."""
+        return self._device is not None and self._device.type == "cuda"
+
+    def start(self) -> None:
+        """Begin watching: forget earlier peaks."""
+        if self.is_active:
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    def stop(self) -> int | None:
+        """The peak since `start`; None where nothing is counted."""
+        return torch.cuda.max_memory_allocated(self._device) if self.is_active else None
+
+
+def report_peak(peak_bytes: int, forecast_bytes: int, budget_bytes: int) -> bool:
+    """Log a step's measured peak, as a warning if it exceeds the budget; True if it does."""
+    exceeds = peak_bytes > budget_bytes
+    (log.warning if exceeds else log.info)(
+        "the step took %s, and the budget is %s (%s was forecast)",
+        format_bytes(peak_bytes),
+        format_bytes(budget_bytes),
+        format_bytes(forecast_bytes),
+    )
+    return exceeds

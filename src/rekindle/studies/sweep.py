@@ -29,6 +29,7 @@ import torch
 
 import rekindle
 from rekindle import models
+from rekindle.captured_step import TrainStep
 from rekindle.engines.select_engine import check_engine
 from rekindle.errors import InfeasibleBudget, ReportError
 from rekindle.measuring.measure import device_name
@@ -53,7 +54,6 @@ from rekindle.report.sweep_report import (
 from rekindle.studies import peers
 from rekindle.studies.isolated_process import Ended, Worker, read_json, serve, write_atomically
 from rekindle.studies.model_runs import check_can_run, named
-from rekindle.train_step import TrainStep
 from rekindle.units import format_bytes
 
 SHARES = (0.8, 0.5, 0.2)

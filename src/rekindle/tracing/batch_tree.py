@@ -76,12 +76,7 @@ class _Container(NamedTuple):
 
 
 def flatten(tree: Any) -> Flat:
-    """Split a tree.
-
-    >>> flat = flatten({"x": torch.ones(2), "scale": 3})
-    >>> len(flat.tensors), flat.structure.rebuild([torch.zeros(1)])
-    (1, {'x': tensor([0.]), 'scale': 3})
-    """
+    """Split a tree."""
     tensors: list[torch.Tensor] = []
     leaves, spec = pytree.tree_flatten(tree)
     kept: list[Any] = []

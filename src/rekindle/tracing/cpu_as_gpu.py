@@ -1,10 +1,4 @@
-"""Makes a step on the CPU call the operators that a GPU would run, for forecasts without a GPU.
-
-Without a CUDA driver, torch cannot run a backward pass over fake CUDA tensors, so the step is
-traced on the CPU, with the differences corrected: attention is one fused operator, dropout keeps a
-mask of one byte per element, autocast leaves normalisations and similar functions in float32, and
-optimizers use their foreach implementation.
-"""
+"""Makes a step on the CPU call the operators that a GPU would run, for forecasts (decision 13)."""
 
 from __future__ import annotations
 
@@ -40,20 +34,15 @@ _FLOAT32_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
 def gpu_operators() -> Iterator[None]:
     """Call the GPU's operators inside the block."""
     with ExitStack() as stack:
+        choose = "_default_to_fused_or_foreach"
         for name, module in list(sys.modules.items()):
-            if name.startswith("torch.optim.") and hasattr(module, "_default_to_fused_or_foreach"):
-                choose = replaced(module, "_default_to_fused_or_foreach", _choose_foreach)
-                stack.enter_context(choose)
+            if name.startswith("torch.optim.") and hasattr(module, choose):
+                stack.enter_context(replaced(module, choose, lambda *_, **__: (False, True)))
         # Both: for callers that imported the functions, and for torch's own modules.
         stack.enter_context(_GpuOperators())
         stack.enter_context(replaced(F, "scaled_dot_product_attention", _attention))
         stack.enter_context(replaced(F, "dropout", _dropout))
         yield
-
-
-def _choose_foreach(*args: Any, **kwargs: Any) -> tuple[bool, bool]:
-    """An optimizer's choice on a GPU: not fused, but foreach."""
-    return False, True
 
 
 class _GpuOperators(TorchFunctionMode):

@@ -1,7 +1,4 @@
-"""Fake results of operators for which torch's own are wrong or missing.
-
-Everything here runs under a `FakeTensorMode`, so nothing is allocated.
-"""
+"""Fake results of operators for which torch's own are wrong or missing."""
 
 from __future__ import annotations
 

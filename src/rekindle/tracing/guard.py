@@ -1,9 +1,7 @@
 """Checks before each step that the user's objects have not changed since the capture.
 
-A captured step is valid for the tensors' shapes and dtypes, for which weights are tied, and for
-the modules' attributes: their mode, constants such as a dropout's probability, submodules and
-hooks. Values of tensors may change. Hundreds of objects are checked before the first kernel starts,
-so this has to be fast: whole lists are compared, which unchanged objects pass by identity.
+Values of tensors may change. Hundreds of objects are checked before the first kernel starts, so
+whole lists are compared, which unchanged objects pass by identity (decision 8).
 """
 
 from __future__ import annotations
@@ -11,6 +9,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Hashable
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -109,19 +108,13 @@ class _ModuleAttributes:
         self._named = modules
         self._all_before = [self._constants(module.__dict__, changing) for _, module in modules]
         self._changing = changing
-        self._plain: list[dict[str, Any]] = []
-        self._plain_before: list[dict[str, Any]] = []
-        self._mixed: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        pairs = [(m.__dict__, c) for (_, m), c in zip(modules, self._all_before, strict=True)]
+        self._plain = [(now, constants) for now, constants in pairs if len(now) == len(constants)]
+        self._mixed = [(now, constants) for now, constants in pairs if len(now) != len(constants)]
         self._contents: list[dict[Any, Any]] = []
-        for (_, module), constants in zip(modules, self._all_before, strict=True):
-            attributes = module.__dict__
-            if len(constants) == len(attributes):
-                self._plain.append(attributes)
-                self._plain_before.append(constants)
-            else:
-                self._mixed.append((attributes, constants))
+        for _, module in modules:
             self._contents += [module._modules, module._parameters, module._buffers]
-            self._contents += [attributes[name] for name in _HOOKS if name in attributes]
+            self._contents += [vars(module)[name] for name in _HOOKS if name in vars(module)]
         self._sizes = list(map(len, self._contents))
         self._parts = [
             (content, dict(content))
@@ -144,7 +137,7 @@ class _ModuleAttributes:
         """True if no module has changed."""
         try:
             return (
-                all(map(operator.eq, self._plain, self._plain_before))
+                all(starmap(operator.eq, self._plain))
                 and list(map(len, self._contents)) == self._sizes
                 and all(content == before for content, before in self._parts)
                 and all(

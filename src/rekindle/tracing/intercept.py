@@ -10,7 +10,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,6 @@ from torch.overrides import TorchFunctionMode
 from rekindle.torch_internals import FAKE_TENSOR_LOGGER, disable_current_modes
 from rekindle.tracing.recorder import Recorder
 from rekindle.tracing.undo import replaced
-
-_GENERATOR_MODULES = (
-    (torch, "cpu"),
-    (torch.random, "cpu"),
-    (torch.cuda, "cuda"),
-    (torch.cuda.random, "cuda"),
-)
 
 
 @contextmanager
@@ -163,8 +156,10 @@ def _record_random_state(stack: ExitStack, recorder: Recorder) -> None:
         stack.enter_context(replaced(module, "get_rng_state", get))
         stack.enter_context(replaced(module, "set_rng_state", set_))
 
-    for module, kind in _GENERATOR_MODULES:
-        patch(module, kind)
+    for module in (torch, torch.random):
+        patch(module, "cpu")
+    for module in (torch.cuda, torch.cuda.random):
+        patch(module, "cuda")
 
 
 def _generator_name(device: Any) -> str:
@@ -175,24 +170,18 @@ def _generator_name(device: Any) -> str:
     return str(device)
 
 
-# transformers omits attention masks if their values allow it, and reads those values unless they
-# are fake: then it always masks, which may select another attention kernel and round differently.
-# So it is told that no tensor is fake; values that do not depend on data are known anyway. If it
-# reads one that does (a padding mask of the batch), the step is traced again without this, which is
-# correct for every mask.
+# transformers masks attention by values unless they are fake. So it is told that no tensor is fake;
+# if it reads a value that depends on data, the step is traced again without this (decision 9).
 
 _TRANSFORMERS_UTILS = "transformers.utils.import_utils"
 
 
-@contextmanager
-def transformers_sees_no_fakes() -> Iterator[None]:
+def transformers_sees_no_fakes() -> AbstractContextManager[None]:
     """Tell transformers, if it is imported, that no tensor is fake."""
     module = sys.modules.get(_TRANSFORMERS_UTILS)
-    if module is None or not hasattr(module, "is_fake_tensor"):
-        yield
-        return
-    with replaced(module, "is_fake_tensor", lambda tensor: False):
-        yield
+    if not hasattr(module, "is_fake_tensor"):
+        return nullcontext()
+    return replaced(module, "is_fake_tensor", lambda tensor: False)
 
 
 def is_in_transformers(filename: str) -> bool:

@@ -41,7 +41,7 @@ class _Lift(GraphBuilder):
             self.add_storage(storage.nbytes, storage.device)
         for entry in self.tape.entries:
             self._add_value(entry.node, None, _ROLE[entry.kind])
-        phases = dict(zip((c.node for c in self.tape.calls), _phases(self.tape.calls), strict=True))
+        phases = _phases(self.tape.calls)
         calls = {call.node: call for call in self.tape.calls}
         opaque = {call.node: call for call in self.tape.optimizer_calls if call.is_opaque}
         for node in self.tape.graph.nodes:
@@ -146,8 +146,8 @@ def _target(node: fx.Node) -> str:
     return str(target) if isinstance(target, OpOverload) else f"rekindle.{target.__name__}"  # type: ignore[union-attr]
 
 
-def _phases(calls: list[Call]) -> list[Phase]:
-    """The phase of each call.
+def _phases(calls: list[Call]) -> dict[fx.Node, Phase]:
+    """The phase of each call's node.
 
     Calls after the last backward op belong to the optimizer (clipping, averaging). The loss is
     computed by loss functions of torch, by calls outside modules on the model's outputs, and by
@@ -156,16 +156,16 @@ def _phases(calls: list[Call]) -> list[Phase]:
     last_backward = max((i for i, call in enumerate(calls) if call.in_backward), default=-1)
     of_model: set[fx.Node] = set()
     of_loss: set[fx.Node] = set()
-    phases: list[Phase] = []
+    phases: dict[fx.Node, Phase] = {}
     for index, call in enumerate(calls):
         if call.in_backward:
-            phases.append(Phase.BACKWARD)
+            phases[call.node] = Phase.BACKWARD
         elif call.in_optimizer or index > last_backward:
-            phases.append(Phase.OPTIMIZER)
+            phases[call.node] = Phase.OPTIMIZER
         else:
             inputs = set(call.node.all_input_nodes)
             after_model = not call.in_model and not inputs.isdisjoint(of_model)
             is_loss = call.in_loss or after_model or not inputs.isdisjoint(of_loss)
             (of_loss if is_loss else of_model if call.in_model else set()).update(call.results)
-            phases.append(Phase.LOSS if is_loss else Phase.FORWARD)
+            phases[call.node] = Phase.LOSS if is_loss else Phase.FORWARD
     return phases

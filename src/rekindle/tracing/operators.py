@@ -1,8 +1,4 @@
-"""Properties of operators, from their schemas and tags.
-
-The only wrong schemas are those of the older batch-norm operators, which do not declare that they
-write to their running statistics: `_UNDECLARED_WRITES`.
-"""
+"""Properties of operators, from their schemas and tags."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ from torch.utils.flop_counter import flop_registry
 
 from rekindle.torch_internals import DispatchKey, OpOverload, pytree
 
-_UNDECLARED_WRITES = {
+_UNDECLARED_WRITES = {  # the only wrong schemas
     "aten::native_batch_norm": ("running_mean", "running_var"),
     "aten::cudnn_batch_norm": ("running_mean", "running_var"),
     "aten::miopen_batch_norm": ("running_mean", "running_var"),
@@ -50,14 +46,7 @@ def _written_places(op: OpOverload) -> tuple[Place, ...]:
 
 
 def written(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors that this call writes to.
-
-    >>> running = torch.zeros(3)
-    >>> call = (torch.ones(2, 3), None, None, running, None, True, 0.1, 1e-5)
-    >>> op = torch.ops.aten.native_batch_norm.default
-    >>> [tensor is running for tensor in written(op, call, {})]
-    [True]
-    """
+    """The tensors that this call writes to."""
     return [tensor for each in written_arguments(op, args, kwargs) for tensor in tensors(each)]
 
 
@@ -76,11 +65,7 @@ def writes_statistics(op: OpOverload) -> bool:
 
 
 def copy_op(op: OpOverload, device: torch.device, writes: bool) -> OpOverload | None:
-    """The operator that recomputes a call's first result from its other results, if any.
-
-    On CUDA, `native_batch_norm` in training computes mean and variance and then runs this kernel:
-    the result is the same bit for bit, without the pass over the input for the statistics.
-    """
+    """The operator that recomputes a call's first result from its others, if any (decision 15)."""
     if op is torch.ops.aten.native_batch_norm.default and device.type == "cuda" and writes:
         return torch.ops.aten.batch_norm_elemt.default
     return None
@@ -134,11 +119,7 @@ def _arguments(op: OpOverload) -> list[tuple[str, str]]:
 
 @cache
 def out_of_place(op: OpOverload) -> OpOverload | None:
-    """The variant of an in-place operator that returns a new tensor or view.
-
-    >>> out_of_place(torch.ops.aten.unsqueeze_.default)
-    <OpOverload(op='aten.unsqueeze', overload='default')>
-    """
+    """The variant of an in-place operator that returns a new tensor or view."""
     name = op._schema.name.partition("::")[2]
     packet = getattr(torch.ops.aten, name.removesuffix("_"), None)
     if packet is None or not name.endswith("_"):
@@ -155,11 +136,6 @@ def overwriting(op: OpOverload) -> OpOverload | None:
 
     Its kernel reads an element before it writes it, so that `out` may be one of the inputs. None
     if the variant has no kernel of its own.
-
-    >>> overwriting(torch.ops.aten.threshold_backward.default)
-    <OpOverload(op='aten.threshold_backward', overload='grad_input')>
-    >>> overwriting(torch.ops.aten.mm.default) is None
-    True
     """
     if torch.Tag.pointwise not in op.tags or is_in_place(op) or len(op._schema.returns) != 1:
         return None
@@ -180,11 +156,7 @@ def last_argument(op: OpOverload) -> str:
 
 @cache
 def in_place(op: OpOverload) -> OpOverload | None:
-    """The in-place variant of an element-wise operator, if any.
-
-    >>> in_place(torch.ops.aten.relu.default)
-    <OpOverload(op='aten.relu_', overload='default')>
-    """
+    """The in-place variant of an element-wise operator, if any."""
     if torch.Tag.pointwise not in op.tags or is_in_place(op):
         return None
     packet = getattr(torch.ops.aten, f"{op._schema.name.partition('::')[2]}_", None)
@@ -205,12 +177,7 @@ def is_composite(op: OpOverload) -> bool:
 
 
 def flops(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    """Floating-point operations of this call: two per multiply-add, 0 for element-wise operators.
-
-    >>> a, b = torch.ones(2, 3), torch.ones(3, 5)
-    >>> flops(torch.ops.aten.mm.default, (a, b), {}, a @ b)
-    60
-    """
+    """FLOPs of this call: two per multiply-add, 0 for element-wise operators."""
     formula: Callable[..., int] | None = flop_registry.get(op._overloadpacket)
     return int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
 

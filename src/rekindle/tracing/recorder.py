@@ -1,9 +1,7 @@
 """Records every operator of a training step as it runs on fake tensors.
 
-The step runs with the user's own model and optimizer. Every real tensor that an operator is called
-with (a parameter, a buffer, a tensor in a closure) is replaced by its fake twin, so that nothing
-real is read, written or allocated. Autograd sees the real leaves, so `loss.backward()` assigns
-gradients as always; they are fake, and removed afterwards.
+Every real tensor that an operator is called with is replaced by its fake twin. Autograd sees the
+real leaves, to which `loss.backward()` assigns fake gradients (decision 1).
 """
 
 from __future__ import annotations
@@ -37,11 +35,7 @@ _MAX_CONSTANT_ELEMENTS = 1 << 21
 
 
 class _ConstantValues:
-    """Values, on the CPU, of fake integers and booleans that are computed from constants only.
-
-    Libraries branch on such values: transformers checks whether positions from `arange` have a gap,
-    and masks attention accordingly.
-    """
+    """Values, on the CPU, of fake integers and booleans computed from constants (decision 9)."""
 
     def __init__(self) -> None:
         self._overwritten: set[int] = set()  # addresses of storages
@@ -183,11 +177,7 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _same_view(self, result: Any) -> fx.Node | None:
-        """An earlier node with the same storage and layout as a new view, if there is one.
-
-        Autograd transposes weights back and forth; the second transpose is the weight itself. Using
-        its node costs nothing, since both share a storage.
-        """
+        """An earlier node with the same storage and layout as a new view, if any (decision 4)."""
         if not isinstance(result, torch.Tensor) or result.layout is not torch.strided:
             return None
         if result.untyped_storage()._cdata not in self._storage_index:
@@ -223,10 +213,7 @@ class Recorder(TorchDispatchMode):
     def _set_storage(
         self, func: Any, tensor: Any, storage: torch.UntypedStorage, *rest: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """Record `tensor.set_(storage)` as a view of a tensor with that storage.
-
-        cuDNN's recurrent layers do this to use all their weights as one tensor.
-        """
+        """Record `tensor.set_(storage)`, which cuDNN's RNNs call, as a view of its owner."""
         if storage.device.type != "meta":
             pointer = storage.data_ptr()
             twins = (
@@ -308,9 +295,9 @@ class Recorder(TorchDispatchMode):
             name=target.__name__.partition(".")[0],
         )
         results = self._bind(node, result)
-        site = user_line.call_site()
+        line, in_loss = user_line.call_site()
         autograd_node = current_autograd_node()
-        source = Source(self.module_path[-1] if self.module_path else "", *site.line)
+        source = Source(self.module_path[-1] if self.module_path else "", *line)
         if autograd_node is None:
             # Autograd has just numbered this op if it tracks it, and its backward op will have the
             # same number. An op that autograd does not track leaves the number unchanged.
@@ -329,7 +316,7 @@ class Recorder(TorchDispatchMode):
                 source=source,
                 in_backward=autograd_node is not None or self.in_backward,
                 in_optimizer=self.in_optimizer,
-                in_loss=site.in_loss,
+                in_loss=in_loss,
                 in_model=bool(self.module_path),
                 grad_enabled=torch.is_grad_enabled(),
                 is_random=is_op and operators.is_random(target, args, kwargs),
@@ -378,7 +365,7 @@ class Recorder(TorchDispatchMode):
             # user's own will run; a count of 2 avoids the special cases of 0 and 1.
             return 2.0 if tensor.is_floating_point() else tensor.dtype is torch.bool or 2
         if self.on_value_read is not None:
-            self.on_value_read(user_line.call_site().line)
+            self.on_value_read(user_line.call_site()[0])
         self.refuse(
             "reads the value of a tensor (.item(), float(), bool(), if) during the step",
             "The step is captured once, on tensors without values. Return the tensor and read it "

@@ -26,10 +26,7 @@ def set_state(device: str, state: torch.Tensor) -> None:
 
 
 def read(source: torch.Generator | str) -> torch.Tensor:
-    """The state of a generator, or of a device's default one.
-
-    It is in numpy's memory: in torch's, the 5 KB of a CPU generator would count as the step's.
-    """
+    """The state of a generator, or of a device's default one, in numpy's memory (decision 29)."""
     return torch.from_numpy(generator_of(source).get_state().numpy().copy())
 
 

@@ -1,4 +1,4 @@
-"""Finds the tensors that a step uses besides its batch, and how to look them up before each step.
+"""Finds the tensors that a step uses besides its batch, and the attributes that it sets on modules.
 
 A `Slot` is a place, not a tensor: `load_state_dict(assign=True)` or a module that replaces its
 buffer puts another tensor there, and the next step must use that one.
@@ -6,15 +6,22 @@ buffer puts another tensor there, and the next step must use that one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from rekindle.tracing import batch_tree
+
+log = logging.getLogger("rekindle")
+
+Attributes = dict[str, tuple[dict[str, Any], dict[str, Any]]]  # a module's buffers and __dict__
+
+_ABSENT = object()
 
 
 class EntryKind(Enum):
@@ -165,3 +172,42 @@ class _GroupParams:
         group, position = key
         tensor: torch.Tensor = self.optimizer.param_groups[group]["params"][position]
         return tensor
+
+
+@dataclass(frozen=True)
+class Effect:
+    """The step sets `container[key]`; `before` is the value before the capture."""
+
+    name: str
+    container: dict[str, Any]
+    key: str
+    before: Any
+    structure: batch_tree.Structure
+    nodes: list[fx.Node]
+
+
+def note_attributes(modules: dict[str, nn.Module]) -> Attributes:
+    """The attributes of every module, for a comparison later."""
+    return {path: (dict(m._buffers), dict(m.__dict__)) for path, m in modules.items()}
+
+
+def find_effects(
+    modules: dict[str, nn.Module], before: Attributes, node_of: Callable[[torch.Tensor], fx.Node]
+) -> list[Effect]:
+    """The attributes that the step set. Python numbers cannot be replayed; a warning names them."""
+    effects: list[Effect] = []
+    for path, module in modules.items():
+        for store, old in zip((module._buffers, module.__dict__), before[path], strict=True):
+            for key, value in store.items():
+                if value is old.get(key, _ABSENT):
+                    continue
+                name = f"{path}.{key}" if path else key
+                flat = batch_tree.flatten(value)
+                if not flat.tensors and key != "training":
+                    log.warning(
+                        "the step sets %s to %r; the captured step will not set it", name, value
+                    )
+                    continue
+                nodes = [node_of(tensor) for tensor in flat.tensors]
+                effects.append(Effect(name, store, key, old.get(key), flat.structure, nodes))
+    return effects

@@ -11,8 +11,7 @@ from torch import fx
 
 from rekindle.core.graph.graph import Source
 from rekindle.tracing import batch_tree
-from rekindle.tracing.module_effects import Effect
-from rekindle.tracing.step_state import EntryKind, StepState
+from rekindle.tracing.step_state import Effect, EntryKind, StepState
 
 
 class Meta(NamedTuple):

@@ -20,13 +20,11 @@ from rekindle.torch_internals import (
 )
 from rekindle.tracing import batch_tree, intercept, user_line
 from rekindle.tracing.cpu_as_gpu import gpu_operators
-from rekindle.tracing.defer_sigint import uninterrupted
-from rekindle.tracing.module_effects import find_effects, note_attributes
 from rekindle.tracing.preconditions import Checks, settings
 from rekindle.tracing.recorder import Recorder
-from rekindle.tracing.step_state import EntryKind, StepState
+from rekindle.tracing.step_state import EntryKind, StepState, find_effects, note_attributes
 from rekindle.tracing.tape import GradUse, OptimizerCall, Recording, run_optimizer
-from rekindle.tracing.undo import Sandbox, remember, replaced
+from rekindle.tracing.undo import Sandbox, remember, replaced, uninterrupted
 
 log = logging.getLogger("rekindle")
 
@@ -47,24 +45,25 @@ def record(
 
     With `as_on_gpu`, a step on the CPU uses the operators that a GPU would run: for forecasts only.
     """
-    options = {"placeholder_grads": True, "hides_fakes": True, "as_on_gpu": as_on_gpu}
+    options = {"placeholder_grads", "hides_fakes"}
+    if as_on_gpu:
+        options.add("as_on_gpu")
     others: list[nn.Module] = []
     while True:
         try:
-            return _Capture(train_step, model, optimizer, batch, others, **options).run()
+            return _Capture(train_step, model, optimizer, batch, others, options).run()
         except _Restart as restart:
-            if restart.module is None:
-                options[restart.without] = False
+            if isinstance(restart.change, str):
+                options.discard(restart.change)
             else:
-                others.append(restart.module)
+                others.append(restart.change)
 
 
 class _Restart(BaseException):
     """Trace again: without an option, or with one more module whose tensors the step uses."""
 
-    def __init__(self, *, without: str = "", module: nn.Module | None = None) -> None:
-        self.without = without
-        self.module = module
+    def __init__(self, change: str | nn.Module) -> None:
+        self.change = change
 
 
 class _Capture:
@@ -75,10 +74,7 @@ class _Capture:
         optimizer: torch.optim.Optimizer,
         batch: Any,
         others: list[nn.Module],
-        *,
-        placeholder_grads: bool,
-        hides_fakes: bool,
-        as_on_gpu: bool,
+        options: set[str],
     ) -> None:
         self.train_step = train_step
         self.model = model
@@ -92,10 +88,8 @@ class _Capture:
         self.params = self.state.params()
         self.fake_mode = FakeTensorMode()
         self.recorder = Recorder(self.fake_mode, self.step_line, self._name_unknown)
-        self.has_placeholder_grads = placeholder_grads
-        self.hides_fakes = hides_fakes
-        self.as_on_gpu = as_on_gpu
-        if hides_fakes:
+        self.options = options
+        if "hides_fakes" in options:
             self.recorder.on_value_read = self._on_value_read
         self.placeholder_grads: dict[int, torch.Tensor] = {}  # by identity of the parameter
         self.old_grads_cleared: list[bool] | None = None
@@ -161,9 +155,9 @@ class _Capture:
                     on_optimizer=self._add_optimizer,
                 )
             )
-            if self.hides_fakes:
+            if "hides_fakes" in self.options:
                 stack.enter_context(intercept.transformers_sees_no_fakes())
-            if self.as_on_gpu:
+            if "as_on_gpu" in self.options:
                 stack.enter_context(gpu_operators())
             yield
 
@@ -186,12 +180,8 @@ class _Capture:
     # Gradients from before the step
 
     def _place_grads(self) -> None:
-        """Give parameters without a gradient a placeholder, to see if the step clears it unread.
-
-        If it does (`zero_grad()` before `backward()`), the captured graph is valid with and without
-        gradients from before; else it is valid only for those that existed at the capture.
-        """
-        if not self.has_placeholder_grads:
+        """Give parameters without a gradient a placeholder: is it cleared unread? (decision 3)"""
+        if "placeholder_grads" not in self.options:
             return
         for param in self.params.values():
             if param.requires_grad and param.grad is None:
@@ -309,7 +299,7 @@ class _Capture:
         """Note a module from outside the model that the step calls."""
         parts = [*module.modules()]
         if any(StepState.has_tensors(part) for part in parts):
-            raise _Restart(module=module)
+            raise _Restart(module)
         for part in parts:
             self.sandbox.add_module(part)
         names = self.state.add_module(module)
@@ -335,11 +325,11 @@ class _Capture:
                 "%s:%d branches on a value of the batch; the captured step always applies masks",
                 *line,
             )
-            raise _Restart(without="hides_fakes")
+            raise _Restart("hides_fakes")
 
     def _name_unknown(self, tensor: torch.Tensor) -> tuple[EntryKind, str]:
         if any(tensor is placeholder for placeholder in self.placeholder_grads.values()):
-            raise _Restart(without="placeholder_grads")
+            raise _Restart("placeholder_grads")
         known = self.state.name_of(tensor)
         if known is not None:
             return known

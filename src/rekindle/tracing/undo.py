@@ -1,9 +1,7 @@
 """Undoes everything that tracing a step does to the user's objects.
 
-Fake tensors never touch real memory, but the step also changes Python objects: gradients appear,
-the optimizer creates its state, modules replace buffers. `Sandbox` notes them before the step and
-restores them afterwards. Containers are restored key by key and never emptied: if a restore is
-interrupted, no attribute is missing, and restoring once more completes it.
+Containers are restored key by key and never emptied: if a restore is interrupted, no attribute is
+missing, and restoring once more completes it.
 """
 
 from __future__ import annotations
@@ -11,8 +9,11 @@ from __future__ import annotations
 import operator
 import pickle
 import random
+import signal
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -171,3 +172,38 @@ def replaced(obj: Any, name: str, value: Any) -> Iterator[None]:
 
 
 _MISSING = object()
+
+
+@contextmanager
+def uninterrupted() -> Iterator[Callable[[], AbstractContextManager[None]]]:
+    """Finish the block before a SIGINT that arrives in it is handled.
+
+    Yields a context manager for parts of the block in which SIGINT is handled at once. Only the
+    main thread handles signals: in any other thread there is nothing to defer.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield nullcontext
+        return
+    came: list[FrameType | None] = []
+
+    def defer(number: int, frame: FrameType | None) -> None:
+        came.append(frame)
+
+    @contextmanager
+    def interruptible() -> Iterator[None]:
+        try:
+            signal.signal(signal.SIGINT, handler)
+            if came:
+                handler(signal.SIGINT, came.pop())
+            yield
+        finally:
+            signal.signal(signal.SIGINT, defer)
+
+    signal.signal(signal.SIGINT, defer)
+    try:
+        yield interruptible
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if came:
+        handler(signal.SIGINT, came[0])

@@ -32,13 +32,6 @@ class Line(NamedTuple):
     lineno: int
 
 
-class CallSite(NamedTuple):
-    """The line from which an operator was called; `in_loss`: through a loss function of torch."""
-
-    line: Line
-    in_loss: bool
-
-
 NOWHERE = Line("", 0)
 
 
@@ -48,16 +41,16 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def call_site() -> CallSite:
-    """The innermost line of the current stack outside torch and Rekindle."""
+def call_site() -> tuple[Line, bool]:
+    """The innermost line outside torch and Rekindle; True if it calls torch's loss functions."""
     in_loss = False
     for frame in _frames(sys._getframe(1)):
         code = frame.f_code
         if not code.co_filename.startswith(_INTERNAL):
-            return CallSite(Line(code.co_filename, frame.f_lineno), in_loss)
+            return Line(code.co_filename, frame.f_lineno), in_loss
         if code.co_name in _LOSS_FUNCTIONS and code.co_filename.endswith("functional.py"):
             in_loss = True
-    return CallSite(NOWHERE, in_loss)
+    return NOWHERE, in_loss
 
 
 def user_line(lines: list[Line], fallback: Line) -> Line:
