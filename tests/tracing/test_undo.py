@@ -124,8 +124,14 @@ def test_an_interrupt_at_any_line_of_a_capture() -> None:
     before = contents(model, optimizer), snapshot(model, optimizer), patched()
     for number in range(lines.count):
         line = AtLine(*files, number=number)
-        with pytest.raises(KeyboardInterrupt), line:
-            rekindle.capture(train_step, model, optimizer, batch)
+        try:
+            with line:
+                rekindle.capture(train_step, model, optimizer, batch)
+        except KeyboardInterrupt:
+            assert line.place
+        else:  # a later capture may run fewer lines than the first, which fills caches
+            assert not line.place, "the interrupt was lost"
+            assert number > 200
         assert contents(model, optimizer) == before[0], line.place
         assert not differences(before[1], snapshot(model, optimizer)), line.place
         assert patched() == before[2], line.place
