@@ -37,6 +37,7 @@ import rekindle
 from rekindle import models
 from rekindle.dynamo import aot, compile_pipeline
 from rekindle.dynamo.budget_shares import entry_bytes
+from rekindle.dynamo.joint_graph import JointInputs
 
 aten = torch.ops.aten
 GPU = torch.device("cuda", 0)
@@ -201,7 +202,7 @@ class Writer:
         aot.compile_fx_inner = self._compile  # type: ignore[assignment]
         partition = compile_pipeline.partition_joint_graph
 
-        def moved(given: compile_pipeline.JointInputs, session: rekindle.dynamo.Session) -> Any:
+        def moved(given: JointInputs, session: rekindle.dynamo.Session) -> Any:
             move(given.module.graph)
             self.n_outputs = given.n_outputs
             return partition(given, session)

@@ -15,19 +15,11 @@ from rekindle.core.notebook import html_table, one_line
 from rekindle.dynamo import aot
 from rekindle.dynamo.compile_pipeline import compile_graph
 from rekindle.dynamo.planned_graph import PlannedGraph, write_report
-from rekindle.dynamo.session import LOWERS, CompileOptions, Session
+from rekindle.dynamo.session import CompileOptions, Session
 from rekindle.torch_internals import OptimizedModule, list_mode_options
 from rekindle.units import format_bytes, format_us
 
-__all__ = [
-    "LOWERS",
-    "CompileOptions",
-    "CompiledModel",
-    "PlannedGraph",
-    "Session",
-    "backend",
-    "compile",
-]
+__all__ = ["CompileOptions", "CompiledModel", "PlannedGraph", "Session", "backend", "compile"]
 
 _OWN_OPTIONS = ("budget", "planner", "lower")
 

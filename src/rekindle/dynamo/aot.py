@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import count
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -155,14 +156,21 @@ def in_current_context(compile: Compile) -> Compile:
     return compile_in_context
 
 
-def skip_zero_tangents(outputs: Any) -> None:
+def skip_zero_tangents(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """Have a compiled backward pass receive None for missing tangents in place of zeros."""
-    tensors = [each for each in pytree.tree_leaves(outputs) if isinstance(each, torch.Tensor)]
-    is_plain = not any(map(is_traceable_wrapper_subclass, tensors))
-    if is_plain and not compiled_autograd.compiled_autograd_enabled:
-        for grad_fn in {each.grad_fn for each in tensors}:
-            if type(grad_fn).__name__ == "CompiledFunctionBackward":
-                grad_fn.set_materialize_grads(False)  # type: ignore[union-attr]
+
+    @functools.wraps(compiled)
+    def run(*args: Any) -> Any:
+        outputs = compiled(*args)
+        tensors = [each for each in pytree.tree_leaves(outputs) if isinstance(each, torch.Tensor)]
+        is_plain = not any(map(is_traceable_wrapper_subclass, tensors))
+        if is_plain and not compiled_autograd.compiled_autograd_enabled:
+            for grad_fn in {each.grad_fn for each in tensors}:
+                if type(grad_fn).__name__ == "CompiledFunctionBackward":
+                    grad_fn.set_materialize_grads(False)  # type: ignore[union-attr]
+        return outputs
+
+    return run
 
 
 def wants_channels_last(graph: fx.Graph) -> bool:
@@ -226,14 +234,9 @@ def is_tagged_backward(node: fx.Node) -> bool:
     return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
 
 
-def pin_to_forward(node: fx.Node) -> None:
-    """Keep a node in the forward module, even if the backward module could compute it."""
-    node.meta = {**node.meta, "partitioner_tag": "must_be_in_forward"}
-
-
-def pin_to_backward(node: fx.Node) -> None:
-    """Keep a node in the backward module."""
-    node.meta = {**node.meta, "partitioner_tag": "must_be_in_backward"}
+def pin(node: fx.Node, module: Literal["forward", "backward"]) -> None:
+    """Keep a node in this module, even if the other one could compute it."""
+    node.meta = {**node.meta, "partitioner_tag": f"must_be_in_{module}"}
 
 
 def is_tangent(node: fx.Node) -> bool:

@@ -17,12 +17,14 @@ from torch import fx
 
 _MAX_NODES = 64
 _MASK_ARGUMENT = 3  # its position in a call of attention
-_CONSTANT_FUNCTIONS = {
-    *(operator.add, operator.sub, operator.mul, operator.getitem, operator.and_, operator.or_),
-    *(operator.ge, operator.gt, operator.le, operator.lt, operator.eq, operator.ne),
-    *(torch.arange, torch.ones, torch.full, torch.logical_and, torch.logical_or),
+_CONSTANT_CALLS: dict[str, set[Any]] = {
+    "call_function": {
+        *(operator.add, operator.sub, operator.mul, operator.getitem, operator.and_, operator.or_),
+        *(operator.ge, operator.gt, operator.le, operator.lt, operator.eq, operator.ne),
+        *(torch.arange, torch.ones, torch.full, torch.logical_and, torch.logical_or),
+    },
+    "call_method": {"expand", "view", "reshape", "unsqueeze", "bool", "new_ones"},
 }
-_CONSTANT_METHODS = {"expand", "view", "reshape", "unsqueeze", "bool", "new_ones"}
 
 
 def simplify_masks(module: fx.GraphModule) -> None:
@@ -65,10 +67,7 @@ def _is_always_true(mask: fx.Node) -> bool:
     todo = [mask]
     while todo and len(needed) <= _MAX_NODES:
         node = todo.pop()
-        is_method = node.op == "call_method" and node.target in _CONSTANT_METHODS
-        if not is_method and not (
-            node.op == "call_function" and node.target in _CONSTANT_FUNCTIONS
-        ):
+        if node.target not in _CONSTANT_CALLS.get(node.op, ()):
             return False
         if node not in needed:
             needed.add(node)

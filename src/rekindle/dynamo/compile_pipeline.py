@@ -6,11 +6,10 @@ backward pass and calls `partition_joint_graph`; both parts are then compiled.
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import fx
 
@@ -21,7 +20,7 @@ from rekindle.dynamo.attention_masks import simplify_masks
 from rekindle.dynamo.budget_shares import BudgetShare, share_budget
 from rekindle.dynamo.fused_costs import joint_profile
 from rekindle.dynamo.fusion import drop_running_stats
-from rekindle.dynamo.joint_graph import lift_joint_graph
+from rekindle.dynamo.joint_graph import JointInputs, lift_joint_graph
 from rekindle.dynamo.partition import partition_graph
 from rekindle.dynamo.planned_graph import Key, PlannedGraph
 from rekindle.dynamo.post_grad_passes import PostGradPasses
@@ -34,20 +33,6 @@ from rekindle.torch_internals import min_cut_partition
 from rekindle.units import format_bytes
 
 log = logging.getLogger("rekindle")
-
-
-class JointInputs(NamedTuple):
-    """A joint graph as AOTAutograd hands it over, of a graph that Dynamo captured.
-
-    The first `n_outputs` outputs are the forward pass's; `static_inputs` are the positions of
-    parameters and buffers. `key` identifies the captured graph.
-    """
-
-    module: fx.GraphModule
-    inputs: Sequence[Any]
-    n_outputs: int
-    static_inputs: Collection[int]
-    key: Key
 
 
 def compile_graph(
@@ -78,7 +63,7 @@ def compile_graph(
             )
     except RekindleError as error:
         return _raising(error)
-    return _skipping_zero_tangents(compiled) if has_unused else compiled
+    return aot.skip_zero_tangents(compiled) if has_unused else compiled
 
 
 def partition_joint_graph(given: JointInputs, session: Session) -> aot.Modules:
@@ -96,13 +81,7 @@ def partition_joint_graph(given: JointInputs, session: Session) -> aot.Modules:
         pad_matmuls(module.graph, tuning.padding)
     can_release = session.holds_outputs and bool(unused_tangents(module.graph))
     for holds_outputs in (True, False) if can_release else (session.holds_outputs,):
-        joint = lift_joint_graph(
-            module,
-            given.n_outputs,
-            given.static_inputs,
-            fuses=fuses,
-            holds_outputs=holds_outputs,
-        )
+        joint = lift_joint_graph(given, fuses=fuses, holds_outputs=holds_outputs)
         share = share_budget(
             joint.step,
             joint_profile(joint),
@@ -119,13 +98,13 @@ def partition_joint_graph(given: JointInputs, session: Session) -> aot.Modules:
             if not (can_release and holds_outputs):
                 raise
     plan.check(joint.step)
-    parts = partition_graph(joint, plan)
+    modules, kept = partition_graph(joint, plan)
     planned = PlannedGraph(
         joint.step,
         share.profile,
         plan,
         budget_bytes=max(plan.budget_bytes, share.planned_bytes + share.spare_bytes),
-        kept=parts.kept,
+        kept=kept,
         share=share.ratio,
         note=_note(share, session, must_release=session.holds_outputs and not holds_outputs),
         seconds=time.perf_counter() - start,
@@ -141,7 +120,7 @@ def partition_joint_graph(given: JointInputs, session: Session) -> aot.Modules:
         plan.recompute_us / 1e3,
         planned.seconds,
     )
-    return parts.forward, parts.backward
+    return modules
 
 
 def plan_within_share(step: StepGraph, share: BudgetShare, key: Key, session: Session) -> Plan:
@@ -189,13 +168,3 @@ def _raising(error: RekindleError) -> Callable[..., Any]:
         raise error.with_traceback(None)
 
     return refuse
-
-
-def _skipping_zero_tangents(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(compiled)
-    def run(*args: Any) -> Any:
-        outputs = compiled(*args)
-        aot.skip_zero_tangents(outputs)
-        return outputs
-
-    return run

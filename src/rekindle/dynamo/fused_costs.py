@@ -36,15 +36,16 @@ def joint_profile(joint: JointGraph) -> Profile:
     costs = [replace(cost, workspace_bytes=0) for cost in profile.costs]
     moved = bytes_moved(step)
     per_us = device.bandwidth_bytes_per_us * _COPY_BANDWIDTH_RATIO
-    is_written = _read_by_opaque_ops(joint)
+    opaque = [op for op in step.ops if not joint.is_fused[op.index]]
+    written = {step.values[value].producer for op in opaque for value in op.inputs}
     for op in step.ops:
         if op.target == TANGENTS:
             costs[op.index] = OpCost(0.0)
         elif joint.is_fused[op.index]:
             nbytes = int(moved[op.index])
             result_bytes = sum(step.storage_of(v).nbytes for v in op.outputs)
-            copy_bytes = nbytes if is_written[op.index] else nbytes - result_bytes
-            copy_floor_us = _KERNEL_FLOOR_US if is_written[op.index] else 0.0
+            copy_bytes = nbytes if op.index in written else nbytes - result_bytes
+            copy_floor_us = _KERNEL_FLOOR_US if op.index in written else 0.0
             costs[op.index] = OpCost(
                 _KERNEL_FLOOR_US + _TIME_OVER_COPY_RATIO * nbytes / per_us,
                 copy_us=copy_floor_us + _TIME_OVER_COPY_RATIO * max(copy_bytes, 0) / per_us,
@@ -68,16 +69,3 @@ def _device_of(graph: StepGraph) -> Device:
         return find_device(torch.cuda.get_device_name(main_device(graph)))
     except ProfileError:
         return find_device(_DEFAULT_GPU)
-
-
-def _read_by_opaque_ops(joint: JointGraph) -> list[bool]:
-    """For each op, True if an op that is not fused reads one of its results."""
-    step = joint.step
-    found = [False] * len(step.ops)
-    for op in step.ops:
-        if not joint.is_fused[op.index]:
-            for value in op.inputs:
-                producer = step.values[value].producer
-                if producer is not None:
-                    found[producer] = True
-    return found

@@ -14,7 +14,7 @@ import operator
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -34,6 +34,7 @@ from rekindle.dynamo.fusion import (
     view_source,
     without_running_stats,
 )
+from rekindle.dynamo.planned_graph import Key
 from rekindle.dynamo.unused_tangents import unused_tangents
 from rekindle.passes.fx_nodes import item_path, root
 from rekindle.passes.graph_builder import GraphBuilder
@@ -52,6 +53,20 @@ _MAX_NAMES = 4  # that a fused op's name is made of
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _ATTRIBUTE = re.compile(r"\[['\"]?(\w+)['\"]?\]|\.(\w+)")
 _SKIPPED_ATTRIBUTES = frozenset({"self", "_modules", "_orig_mod"})
+
+
+class JointInputs(NamedTuple):
+    """A joint graph as AOTAutograd hands it over, of a graph that Dynamo captured.
+
+    The first `n_outputs` outputs are the forward pass's; `static_inputs` are the positions of
+    parameters and buffers. `key` identifies the captured graph.
+    """
+
+    module: fx.GraphModule
+    inputs: Sequence[Any]
+    n_outputs: int
+    static_inputs: Collection[int]
+    key: Key
 
 
 @dataclass(frozen=True)
@@ -73,41 +88,27 @@ class JointGraph:
     forward: frozenset[fx.Node]
 
 
-def lift_joint_graph(
-    module: fx.GraphModule,
-    n_outputs: int,
-    static_inputs: Collection[int],
-    *,
-    fuses: bool,
-    holds_outputs: bool = True,
-) -> JointGraph:
-    """The step of a joint graph; `static_inputs` are the positions of parameters and buffers.
+def lift_joint_graph(given: JointInputs, *, fuses: bool, holds_outputs: bool) -> JointGraph:
+    """The step of a joint graph.
 
     The outputs of the forward pass are live until the step ends if the caller holds them; otherwise
     only scalars are.
     """
-    return _Lift(module, n_outputs, static_inputs, fuses, holds_outputs).run()
+    return _Lift(given, fuses, holds_outputs).run()
 
 
 class _Lift(GraphBuilder):
-    def __init__(
-        self,
-        module: fx.GraphModule,
-        n_outputs: int,
-        static_inputs: Collection[int],
-        fuses: bool,
-        holds_outputs: bool,
-    ) -> None:
+    def __init__(self, given: JointInputs, fuses: bool, holds_outputs: bool) -> None:
         super().__init__()
-        self.module, self.n_outputs = module, n_outputs
-        self.static_inputs, self.holds_outputs = set(static_inputs), holds_outputs
-        self.all = list(module.graph.nodes)
+        self.module, self.n_outputs = given.module, given.n_outputs
+        self.static_inputs, self.holds_outputs = set(given.static_inputs), holds_outputs
+        self.all = list(self.module.graph.nodes)
         self.position = {node: position for position, node in enumerate(self.all)}
         self.kinds = {node: node_kind(node, fuses=fuses) for node in self.all}
         self.sizes = {node: tensor_bytes(node) for node in self.all}
-        outputs = outputs_of(module.graph)
-        self.results = [node for node in outputs[:n_outputs] if node is not None]
-        self.gradients = outputs[n_outputs:]
+        outputs = outputs_of(self.module.graph)
+        self.results = [node for node in outputs[: self.n_outputs] if node is not None]
+        self.gradients = outputs[self.n_outputs :]
         self.tangents = [node for node in self.all if aot.is_tangent(node)]
         self.after_tangents = self._dependents(self.tangents)
         self.forward = self._find_forward()
@@ -179,18 +180,16 @@ class _Lift(GraphBuilder):
             if node.op in ("placeholder", "get_attr"):
                 is_tensor = isinstance(node.meta.get("val"), torch.Tensor)
                 self.read_through[node] = (node,) if is_tensor else ()
-                continue
-            if node in self.forward and aot.is_sym(node):
+            elif node in self.forward and aot.is_sym(node):
                 self.read_through[node] = ()
-                continue
-            if kind is NodeKind.MUTATION:
+            elif kind is NodeKind.MUTATION:
                 self.read_through[node] = self.read_through[view_source(node)]
-                continue
-            read = self._memory_read_by(node.all_input_nodes)
-            is_inlined = kind is NodeKind.INLINED
-            if self._is_join(node, read) if is_inlined else self._is_result(node):
-                self.realized.add(node)
-            self.read_through[node] = (node,) if node in self.realized else tuple(read)
+            else:
+                read = self._memory_read_by(node.all_input_nodes)
+                is_inlined = kind is NodeKind.INLINED
+                if self._is_join(node, read) if is_inlined else self._is_result(node):
+                    self.realized.add(node)
+                self.read_through[node] = (node,) if node in self.realized else tuple(read)
 
     def _memory_read_by(self, nodes: Iterable[fx.Node]) -> dict[fx.Node, None]:
         """The tensors in memory that some nodes are computed from, in order."""
@@ -354,7 +353,7 @@ class _Lift(GraphBuilder):
             and position in self.static_inputs
             and self.value_of.get(self._base(gradient)) in outputs
         }
-        return self.build(tuple(outputs), grads)
+        return self.build(tuple(outputs), grads, held_until={})
 
 
 def _is_scalar(node: fx.Node) -> bool:

@@ -12,7 +12,6 @@ replays random state and calls the optimizer itself, and AOTAutograd and Inducto
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
@@ -26,7 +25,6 @@ from rekindle.dynamo.fusion import (
     changed_state,
     is_reduction_result,
     node_kind,
-    outputs_of,
     tensor_bytes,
     without_running_stats,
 )
@@ -36,20 +34,11 @@ from rekindle.torch_internals import OpOverload, must_be_in_backward, must_be_in
 _NORMALIZED_RESULTS = (0, 1, 2)  # of a batch norm: all but its new running statistics
 
 
-@dataclass(frozen=True)
-class PartitionedGraph:
-    """The two modules, and the tensors that the forward pass computes and saves, with their bytes.
+def partition_graph(joint: JointGraph, plan: Plan) -> tuple[aot.Modules, dict[str, int]]:
+    """The forward and the backward module, and the bytes of each tensor kept between the two.
 
-    Inputs of the step that are saved are live anyway, and not in `kept`.
+    Inputs of the step that are saved are live anyway, and not among these.
     """
-
-    forward: fx.GraphModule
-    backward: fx.GraphModule
-    kept: dict[str, int]
-
-
-def partition_graph(joint: JointGraph, plan: Plan) -> PartitionedGraph:
-    """The forward and the backward module of a planned joint graph."""
     return _Writer(joint).run(plan)
 
 
@@ -64,7 +53,7 @@ class _Writer:
         self.inlined: dict[tuple[fx.Node, tuple[fx.Node, ...]], fx.Node] = {}
         self.saved: dict[fx.Node, None] = {}
 
-    def run(self, plan: Plan) -> PartitionedGraph:
+    def run(self, plan: Plan) -> tuple[aot.Modules, dict[str, int]]:
         joint, old = self.joint, self.joint.module.graph
         for node in old.nodes:
             if node.op == "placeholder" or (node in joint.forward and node.op != "output"):
@@ -81,13 +70,13 @@ class _Writer:
         names = {node.name for node in backward.graph.find_nodes(op="placeholder")}
         made = [node for node in self.saved if node.op == "call_function" and node.name in names]
         kept = {node.name: tensor_bytes(node) for node in made if not aot.is_sym(node)}
-        return PartitionedGraph(forward, backward, kept)
+        return (forward, backward), kept
 
     def _copy_forward(self, node: fx.Node) -> fx.Node:
         """A node of the forward pass in the new graph."""
         made = self.graph.node_copy(node, self.early.__getitem__)
         if changed_state(node) or must_be_in_forward(node):
-            aot.pin_to_forward(made)
+            aot.pin(made, "forward")
         return made
 
     def _compute(self, step: ResolvedCompute) -> None:
@@ -102,7 +91,7 @@ class _Writer:
         inputs = {each: self._find(each, step) for each in read}
         made = self.late[node, step.copy] = self._copy_backward(node, inputs, recompute)
         if not step.copy and (changed_state(node) or must_be_in_backward(node)):
-            aot.pin_to_backward(made)
+            aot.pin(made, "backward")
         if not step.copy and tensor_bytes(node) >= aot.LARGE_BYTES and _would_be_inlined(node):
             aot.realize(made)
         for value in self.joint.step.ops[step.op].outputs:
@@ -182,14 +171,11 @@ class _Writer:
 
     def _add_outputs(self, old: fx.Graph) -> None:
         (output,) = old.find_nodes(op="output")
-        results = []
-        pairs = zip(outputs_of(old), pytree.tree_leaves(output.args), strict=True)
-        for i, (node, constant) in enumerate(pairs):
-            if node is None:
-                results.append(constant)
-            else:
+        results = pytree.tree_leaves(output.args)
+        for i, node in enumerate(results):
+            if isinstance(node, fx.Node):
                 is_forward = i < self.joint.n_outputs
-                results.append(self.early[node] if is_forward else self._find(node, None))
+                results[i] = self.early[node] if is_forward else self._find(node, None)
         made = self.graph.output(tuple(results))
         made.meta = dict(output.meta)
 

@@ -99,14 +99,8 @@ def write_report(path: Path, graphs: Sequence[PlannedGraph]) -> None:
 
 
 def _write_one(path: Path, planned: PlannedGraph) -> None:
-    summary = summarize(
-        planned.graph,
-        planned.profile,
-        planned.trace,
-        plan=planned.plan,
-        plan_seconds=planned.seconds,
-    )
-    write_html(path, summary)
+    given = planned.graph, planned.profile, planned.trace
+    write_html(path, summarize(*given, plan=planned.plan, plan_seconds=planned.seconds))
 
 
 def _row(number: int, page: str, planned: PlannedGraph) -> str:

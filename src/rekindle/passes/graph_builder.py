@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from types import MappingProxyType
 
 import torch
 from torch import fx
@@ -48,10 +47,7 @@ class GraphBuilder:
         return index
 
     def build(
-        self,
-        outputs: tuple[int, ...],
-        grads: Collection[int],
-        held_until: Mapping[int, int] = MappingProxyType({}),
+        self, outputs: tuple[int, ...], grads: Collection[int], held_until: Mapping[int, int]
     ) -> StepGraph:
         """The graph; `grads` are the storages of gradients, `held_until` those held past use."""
         roles = assign_roles(
