@@ -26,7 +26,7 @@ from rekindle.planners.chain import Chain
 from rekindle.planners.exact import ilp
 from rekindle.planners.finish import write_up
 from rekindle.planners.local_search import DEFAULT_SEARCH, SearchOptions, exchange, fit, polish
-from rekindle.planners.lowering import Choices, Lowered, choices, keep_all, lower
+from rekindle.planners.lowering import Choices, Lowered, drop_all, keep_all, lower
 from rekindle.planners.min_cut import CutNetwork
 from rekindle.planners.problem import Problem, problem_of
 
@@ -160,7 +160,7 @@ class AutoPlanner:
     def budget_independent(self) -> list[Candidate]:
         """The plans of the planners that ignore the budget."""
         problem = self.problem
-        chosen = [choices(problem, ()), *chen.sqrt_choices(problem)]
+        chosen = [drop_all(problem), *chen.all_sqrt_choices(problem)]
         chosen += [chen.recursive_choices(problem), chen.selective_choices(problem)]
         return [self._candidate(each) for each in chosen]
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from rekindle.planners.blocks import BlockPartition, Segment
 from rekindle.planners.local_search import SearchOptions, fit
-from rekindle.planners.lowering import Choices, choices, lower
+from rekindle.planners.lowering import Choices, choices, drop_all, lower
 from rekindle.planners.min_cut import Cut, CutNetwork
 from rekindle.planners.problem import Floats, Ints, Problem
 
@@ -281,7 +281,7 @@ class Chain:
 
     def _choices(self, path: list[Option]) -> Choices:
         problem = self.problem
-        whole = choices(problem, ())
+        whole = drop_all(problem)
         for option in path:
             chosen = option.plan.chosen
             ops = [*option.segment.from_ops, problem.n_ops]

@@ -81,6 +81,11 @@ def keep_all(problem: Problem) -> Choices:
     return Choices([True] * problem.n_cells, [0] * problem.n_cells)
 
 
+def drop_all(problem: Problem) -> Choices:
+    """Drop every activation that may be dropped; recompute each once, when it is first read."""
+    return choices(problem, ())
+
+
 def choices(problem: Problem, kept: Iterable[int]) -> Choices:
     """Keep these cells and those that must be kept; drop the others, and hold recomputed ones."""
     keep = list(problem.must_keep)
