@@ -8,8 +8,7 @@ from types import MappingProxyType
 import torch
 from torch import fx
 
-from rekindle.core.graph.graph import Op, Role, StepGraph, Storage, Value
-from rekindle.core.graph.roles import assign_roles
+from rekindle.core.graph.graph import Op, Role, StepGraph, Storage, Value, assign_roles
 
 
 class GraphBuilder:

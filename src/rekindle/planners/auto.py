@@ -1,11 +1,8 @@
 """The default planner: the best of all others, with a proof of how good it is.
 
-Small steps are solved to optimality (`ilp`). Most large steps are chains of blocks: the rotor-style
-dynamic program (`chain`) comes within a few tenths of a percent of the Lagrangian bound (`bound`).
-The plans of all other planners are tried as well, so that `auto` is never worse than any of them;
-for a step of many thousand ops only μ-TWO's, unless nothing fits. Local search against the exact
-simulation uses up the rest of the budget. If the result is far from the bound, segments that nearly
-fill the budget get more options, and wider searches follow.
+Small steps are solved to optimality (`ilp`). For large ones, the rotor-style dynamic program
+(`chain`) and all other planners are tried, and local search uses up the rest of the budget. If the
+result is far from the Lagrangian bound (`bound`), wider searches follow.
 """
 
 from __future__ import annotations

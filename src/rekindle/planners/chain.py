@@ -36,7 +36,7 @@ class ChainOptions:
     lighter_max_ops_placed: int = 3000  # in one local search
 
 
-DEFAULT_CHAIN = ChainOptions()
+_OPTIONS = ChainOptions()
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class SegmentPlan:
     live: Ints
 
 
-def segment_plans(segment: Segment, options: ChainOptions = DEFAULT_CHAIN) -> list[SegmentPlan]:
+def segment_plans(segment: Segment) -> list[SegmentPlan]:
     """The plans of a segment that are not dominated in kept bytes, peak and time.
 
     For a price per byte kept, a segment's best plan is a min-cut; all prices together give the
@@ -61,15 +61,13 @@ def segment_plans(segment: Segment, options: ChainOptions = DEFAULT_CHAIN) -> li
     has a nested plan that keeps nothing: the first recomputation leaves only the borders of the
     blocks, and each block is recomputed a second time when the backward pass reaches it.
     """
-    found = [_segment_plan(segment, kept) for kept in _hull(segment, options)]
+    found = [_segment_plan(segment, kept) for kept in _hull(segment)]
     if segment.borders:
         found.append(_segment_plan(segment, [], _nested(segment)))
     return _undominated(segment.problem, found)
 
 
-def lighter_plans(
-    segment: Segment, known: list[SegmentPlan], options: ChainOptions = DEFAULT_CHAIN
-) -> list[SegmentPlan]:
+def lighter_plans(segment: Segment, known: list[SegmentPlan]) -> list[SegmentPlan]:
     """Plans of lower peaks, by local search from those of the lowest peaks.
 
     For segments that nearly fill the budget. A loss over a large vocabulary, for example, is best
@@ -79,14 +77,14 @@ def lighter_plans(
     must = [each or cell in exports for cell, each in enumerate(segment.problem.must_keep)]
     problem = replace(segment.problem, must_keep=must)
     found: list[SegmentPlan] = []
-    n_starts = options.lighter_starts
-    search = SearchOptions(max_ops_placed=options.lighter_max_ops_placed)
+    n_starts = _OPTIONS.lighter_starts
+    search = SearchOptions(max_ops_placed=_OPTIONS.lighter_max_ops_placed)
     by_peak = sorted(known, key=lambda plan: _peak_bytes(problem, plan))
     quickest = sorted(by_peak[n_starts:], key=lambda plan: len(plan.recomputed))[:1]
     for start in (*by_peak[:n_starts], *quickest):
         lowest = start
-        for _ in range(options.lighter_attempts):
-            asked = int(options.lighter_peak_ratio * _peak_bytes(problem, lowest))
+        for _ in range(_OPTIONS.lighter_attempts):
+            asked = int(_OPTIONS.lighter_peak_ratio * _peak_bytes(problem, lowest))
             chosen = fit(problem, lowest.chosen, asked, search)
             kept = [cell for cell, keep in enumerate(chosen.keep) if keep]
             lower_one = _segment_plan(segment, kept, chosen.hold_from)
@@ -101,7 +99,7 @@ def _peak_bytes(problem: Problem, plan: SegmentPlan) -> int:
     return int((plan.live + problem.base).max(initial=0))
 
 
-def _hull(segment: Segment, options: ChainOptions) -> list[list[int]]:
+def _hull(segment: Segment) -> list[list[int]]:
     """The kept cells at the corners of the convex hull, found between neighbouring corners."""
     problem = segment.problem
     network = CutNetwork(problem)
@@ -110,15 +108,12 @@ def _hull(segment: Segment, options: ChainOptions) -> list[list[int]]:
 
     def cut(price: float) -> tuple[float, float, list[int]]:
         found: Cut = network.solve(price * nbytes)
-        return (
-            float(nbytes[found.kept].sum()),
-            sum(problem.times[op] for op in found.ops),
-            found.kept,
-        )
+        added_us = sum(problem.times[op] for op in found.ops)
+        return float(nbytes[found.kept].sum()), added_us, found.kept
 
-    corners = [cut(options.highest_price_us_per_byte), cut(0.0)]
+    corners = [cut(_OPTIONS.highest_price_us_per_byte), cut(0.0)]
     todo = [(corners[0], corners[1])]
-    while todo and len(corners) < options.max_plans_per_segment:
+    while todo and len(corners) < _OPTIONS.max_plans_per_segment:
         low, high = todo.pop(0)
         if high[0] - low[0] < 1 or low[1] - high[1] < 1e-9:
             continue
@@ -145,12 +140,8 @@ def _segment_plan(
     np.maximum.at(live, lowered.anchor, cells)
     stays = {*kept, *segment.exports}
     stays.update(c for c in range(problem.n_cells) if chosen.keep[c] and problem.needs[c])
-    return SegmentPlan(
-        chosen,
-        sum(problem.bytes[c] for c in stays),
-        lowered.ops[lowered.copies > 0],
-        live,
-    )
+    kept_bytes = sum(problem.bytes[c] for c in stays)
+    return SegmentPlan(chosen, kept_bytes, lowered.ops[lowered.copies > 0], live)
 
 
 def _nested(segment: Segment) -> list[int]:
@@ -199,17 +190,16 @@ class Option:
 class _Structure:
     """All segments of one structure: their plans, found on the first of them."""
 
-    def __init__(self, segment: Segment, options: ChainOptions) -> None:
-        self._segment = segment
-        self._options = options
+    def __init__(self, first: Segment) -> None:
+        self._first = first
 
     @cached_property
     def plans(self) -> list[SegmentPlan]:
-        return segment_plans(self._segment, self._options)
+        return segment_plans(self._first)
 
     @cached_property
     def lighter(self) -> list[SegmentPlan]:
-        return lighter_plans(self._segment, self.plans, self._options)
+        return lighter_plans(self._first, self.plans)
 
 
 def _option(first: int, last: int, segment: Segment, plan: SegmentPlan) -> Option:
@@ -222,21 +212,19 @@ def _option(first: int, last: int, segment: Segment, plan: SegmentPlan) -> Optio
 class Chain:
     """A problem's segments with their options; made once, solved for many budgets."""
 
-    def __init__(self, problem: Problem, tuning: ChainOptions = DEFAULT_CHAIN) -> None:
+    def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.tuning = tuning
         self.blocks = BlockPartition(problem)
         self._structures: dict[tuple[object, ...], _Structure] = {}
         self.options: list[list[Option]] = [[] for _ in range(self.blocks.n_blocks + 1)]
         self._segments: list[tuple[int, int, Segment, int]] = []  # with the least peak of each
-        usual, most = problem.n_cells / self.blocks.n_blocks, tuning.max_cells_per_segment
-        lengths = tuning.segment_lengths_blocks
+        usual, most = problem.n_cells / self.blocks.n_blocks, _OPTIONS.max_cells_per_segment
+        lengths = _OPTIONS.segment_lengths_blocks
         for length in (n for n in lengths if n <= 3 or n * usual <= most):
             for first in range(self.blocks.n_blocks - length + 1):
                 last = first + length
                 segment = self.blocks.segment(first, last)
-                structure = _Structure(segment, tuning)
-                structure = self._structures.setdefault(segment.signature, structure)
+                structure = self._structures.setdefault(segment.signature, _Structure(segment))
                 own = [_option(first, last, segment, plan) for plan in structure.plans]
                 self.options[last] += own
                 least = min(option.peak_bytes for option in own)
@@ -246,7 +234,7 @@ class Chain:
         """All options, and lighter ones for segments that nearly fill a budget by themselves."""
         options = [list(own) for own in self.options]
         for first, last, segment, least in self._segments:
-            if least > self.tuning.nearly_full_ratio * budget_bytes:
+            if least > _OPTIONS.nearly_full_ratio * budget_bytes:
                 plans = self._structures[segment.signature].lighter
                 options[last] += [_option(first, last, segment, plan) for plan in plans]
         return options
@@ -276,7 +264,7 @@ class Chain:
     def _best(self, step: Step, options: list[list[Option]]) -> Choices | None:
         states = [_START]
         for last in range(1, self.blocks.n_blocks + 1):
-            states.append(_reached(states, options[last], step, self.tuning.max_states))
+            states.append(_reached(states, options[last], step, _OPTIONS.max_states))
         return self._choices(_path(states, options)) if len(states[-1].kept) else None
 
     def _choices(self, path: list[Option]) -> Choices:

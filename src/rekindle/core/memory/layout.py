@@ -106,7 +106,10 @@ def _laid_out(
     graph: StepGraph, plan: Plan | None, in_place: bool, sharing: bool, roles: Collection[Role]
 ) -> Layout:
     walk = _Walk(graph, plan, in_place, roles)
-    start, end, nbytes, chain = walk.arrays()
+    start, end, roots = np.array(list(walk.pieces.values()), dtype=np.int64).reshape(-1, 3).T
+    storage, copy = np.array(list(walk.pieces), dtype=np.int64).reshape(-1, 2).T
+    nbytes = -(-graph.sizes_bytes[storage] // ALIGNMENT) * ALIGNMENT
+    _, chain = np.unique(roots, return_inverse=True)
     n_chains = int(chain.max(initial=-1)) + 1
     chain_start = np.full(n_chains, np.iinfo(np.int64).max)
     chain_end = np.zeros(n_chains, dtype=np.int64)
@@ -119,8 +122,8 @@ def _laid_out(
     else:
         offsets = np.cumsum(chain_bytes) - chain_bytes
     return Layout(
-        storage=np.array([piece.storage for piece in walk.pieces], dtype=np.int64),
-        copy=np.array([piece.copy for piece in walk.pieces], dtype=np.int64),
+        storage=storage,
+        copy=copy,
         start=start,
         end=end,
         nbytes=nbytes,
@@ -133,7 +136,10 @@ def _laid_out(
 
 
 class _Walk:
-    """One pass over a schedule: the lifetime of every piece, and which ops write over inputs."""
+    """One pass over a schedule: the lifetime of every piece, and which ops write over inputs.
+
+    `pieces` have a start, an end and a chain each; the pieces of a chain share one address.
+    """
 
     def __init__(
         self, graph: StepGraph, plan: Plan | None, in_place: bool, roles: Collection[Role]
@@ -142,13 +148,9 @@ class _Walk:
         self.flow = dataflow(graph)
         self.stays = analyze(graph).is_resident
         self.left_out = {s.index for s in graph.storages if s.role not in roles}
-        self.pieces: list[Piece] = []
+        self.pieces: dict[Piece, list[int]] = {}
         self.reuses: list[Reuse] = []
         self.refusals: dict[int, str] = {}
-        self._index: dict[Piece, int] = {}
-        self._start: list[int] = []
-        self._end: list[int] = []
-        self._chain: list[int] = []
         position = -1
         for run, freed in _grouped(resolve(graph, schedule_of(graph, plan))):
             position += 1
@@ -157,27 +159,15 @@ class _Walk:
                 self._reuse(run, position, freed)
             for piece in freed:
                 if piece.storage not in self.left_out:
-                    self._end[self._index[piece]] = position
-        self._end = [position if end < 0 else end for end in self._end]
-
-    def arrays(self) -> tuple[Ints, Ints, Ints, Ints]:
-        """Start, end, bytes and chain of each piece; the pieces of a chain share one address."""
-        sizes = [self.graph.storages[piece.storage].nbytes for piece in self.pieces]
-        nbytes = -(-np.array(sizes, dtype=np.int64) // ALIGNMENT) * ALIGNMENT
-        roots = np.array(self._chain, dtype=np.int64)
-        _, chain = np.unique(roots, return_inverse=True)
-        return np.array(self._start, np.int64), np.array(self._end, np.int64), nbytes, chain
+                    self.pieces[piece][1] = position
+        for piece_row in self.pieces.values():
+            if piece_row[1] < 0:
+                piece_row[1] = position
 
     def _make(self, run: ResolvedCompute, position: int) -> None:
         for storage in self._made(run):
-            if storage in self.left_out:
-                continue
-            piece = Piece(storage, run.copy)
-            self._index[piece] = len(self.pieces)
-            self._chain.append(len(self.pieces))
-            self.pieces.append(piece)
-            self._start.append(position)
-            self._end.append(-1)
+            if storage not in self.left_out:
+                self.pieces[Piece(storage, run.copy)] = [position, -1, len(self.pieces)]
 
     def _made(self, run: ResolvedCompute) -> list[int]:
         makes = self.flow.copy_makes if run.copy else self.flow.makes
@@ -194,9 +184,9 @@ class _Walk:
             result = Piece(made[0], run.copy)
             for value in op.may_overwrite:
                 over = Piece(self.graph.values[value].storage, run.copies[value])
-                if over in freed and over in self._index:
+                if over in freed and over in self.pieces:
                     self.reuses.append(Reuse(position, op.index, over, result))
-                    self._chain[self._index[result]] = self._chain[self._index[over]]
+                    self.pieces[result][2] = self.pieces[over][2]
                     return
                 reason = f"{self.graph.values[value].name} {self._why_not(over.storage)}"
         if not run.copy:

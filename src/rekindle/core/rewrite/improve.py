@@ -17,7 +17,7 @@ import numpy as np
 
 from rekindle.core.cost.profile import OpCost, Profile
 from rekindle.core.graph.graph import Op, OpKind, Phase, Role, StepGraph, Storage
-from rekindle.core.graph.liveness import analyze
+from rekindle.core.graph.liveness import analyze, live_bytes
 
 MAX_UPDATES = 16  # optimizer calls per step: each costs a few launches
 _FIXED_WORKSPACE_BYTES = 64  # part of an optimizer's workspace that does not grow with parameters
@@ -337,12 +337,5 @@ def _extra_bytes(graph: StepGraph, profile: Profile, ops: Sequence[Op]) -> int:
     liveness, sizes = analyze(graph), graph.sizes_bytes
     made = {graph.values[value].storage for op in ops for value in op.outputs}
     own = np.array(sorted(made - set(np.flatnonzero(liveness.is_resident))), dtype=np.int64)
-    return max(
-        int(
-            sizes[
-                own[(liveness.birth[own] <= op.index) & (op.index <= liveness.release[own])]
-            ].sum()
-        )
-        + profile.costs[op.index].workspace_bytes
-        for op in ops
-    )
+    live = live_bytes(liveness.birth[own], liveness.release[own], sizes[own], len(graph.ops))
+    return max(int(live[op.index]) + profile.costs[op.index].workspace_bytes for op in ops)

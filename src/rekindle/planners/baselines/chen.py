@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rekindle.core.graph.graph import Op
-from rekindle.core.graph.op_names import op_name
+from rekindle.core.graph.graph import Op, op_name
 from rekindle.planners.lowering import Choices, choices, lower
 from rekindle.planners.problem import Floats, Ints, Problem
 
