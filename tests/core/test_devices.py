@@ -33,6 +33,7 @@ def test_known(name: str) -> None:
         ("NVIDIA H200", "H200"),
         ("nvidia geforce rtx 4090", "RTX 4090"),
         ("rtx4090", "RTX 4090"),
+        ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
         ("RTX-4090", "RTX 4090"),
         ("Tesla T4", "T4"),
         ("a100 80gb", "A100-80GB"),

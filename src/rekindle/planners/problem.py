@@ -83,9 +83,7 @@ class Problem:
     @cached_property
     def droppable(self) -> list[int]:
         """The cells that may be dropped: activations that can be recomputed."""
-        return [
-            cell for cell in range(self.n_cells) if self.needs[cell] and not self.must_keep[cell]
-        ]
+        return [cell for cell in self.activations if not self.must_keep[cell]]
 
     @cached_property
     def activations(self) -> list[int]:

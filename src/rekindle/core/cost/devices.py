@@ -81,11 +81,7 @@ def add_device(device: Device) -> None:
 
 
 def find_device(name: str) -> Device:
-    """The GPU of that name, case-insensitive, or of a longer name as CUDA reports it.
-
-    >>> find_device("NVIDIA A100-SXM4-80GB").name, find_device("rtx4090").name
-    ('A100-80GB', 'RTX 4090')
-    """
+    """The GPU of that name, case-insensitive, or of a longer name as CUDA reports it."""
     for device in DEVICES.values():
         if _squeezed(device.name) == _squeezed(name):
             return device

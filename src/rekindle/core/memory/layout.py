@@ -1,16 +1,13 @@
 """A static address for every storage that a step makes, as in register allocation.
 
-Three ideas; the last two can be turned off to measure them. **Reference counts**: a storage is dead
-when its last use has run. **In place**: an op that is the last to read an input may write its
-result over it, if its operator can (`Op.may_overwrite`). **Sharing**: storages whose lifetimes do
-not overlap take the same memory.
-
+**In place**: an op that is the last to read an input may write its result over it, if its operator
+can (`Op.may_overwrite`). **Sharing**: storages whose lifetimes do not overlap take the same memory.
 Resident storages (parameters, optimizer state, the batch) already have an address.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -149,25 +146,22 @@ class _Walk:
         self.stays = analyze(graph).is_resident
         self.left_out = {s.index for s in graph.storages if s.role not in roles}
         self.pieces: dict[Piece, list[int]] = {}
+        groups = _grouped(resolve(graph, schedule_of(graph, plan)))
+        self.last = len(groups) - 1
         self.reuses: list[Reuse] = []
         self.refusals: dict[int, str] = {}
-        position = -1
-        for run, freed in _grouped(resolve(graph, schedule_of(graph, plan))):
-            position += 1
+        for position, (run, freed) in enumerate(groups):
             self._make(run, position)
             if in_place:
                 self._reuse(run, position, freed)
             for piece in freed:
                 if piece.storage not in self.left_out:
                     self.pieces[piece][1] = position
-        for piece_row in self.pieces.values():
-            if piece_row[1] < 0:
-                piece_row[1] = position
 
     def _make(self, run: ResolvedCompute, position: int) -> None:
         for storage in self._made(run):
             if storage not in self.left_out:
-                self.pieces[Piece(storage, run.copy)] = [position, -1, len(self.pieces)]
+                self.pieces[Piece(storage, run.copy)] = [position, self.last, len(self.pieces)]
 
     def _made(self, run: ResolvedCompute) -> list[int]:
         makes = self.flow.copy_makes if run.copy else self.flow.makes
@@ -210,17 +204,13 @@ class _Walk:
 
 
 def _grouped(
-    steps: Iterator[ResolvedCompute | Free],
-) -> Iterator[tuple[ResolvedCompute, set[Piece]]]:
+    steps: Iterable[ResolvedCompute | Free],
+) -> list[tuple[ResolvedCompute, set[Piece]]]:
     """Each op that runs, with the pieces freed right after it."""
-    run: ResolvedCompute | None = None
-    freed: set[Piece] = set()
+    groups: list[tuple[ResolvedCompute, set[Piece]]] = []
     for step in steps:
-        if isinstance(step, Free):
-            freed.add(Piece(step.storage, step.copy))
-            continue
-        if run is not None:
-            yield run, freed
-        run, freed = step, set()
-    if run is not None:
-        yield run, freed
+        if isinstance(step, Free):  # never before the first op: nothing is live
+            groups[-1][1].add(Piece(step.storage, step.copy))
+        else:
+            groups.append((step, set()))
+    return groups

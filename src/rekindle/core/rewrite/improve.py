@@ -2,10 +2,8 @@
 
 Foreach: small ops of one kind whose results are not needed at once become one multi-tensor call.
 In place: an element-wise op of the backward pass writes its result over an input that dies.
-Early updates: each parameter is updated right after its gradient is complete, which is freed then,
-instead of at the end of the step, when all gradients are live.
-
-The result is an ordinary graph. Storages and names of ops stay the same, so that costs carry over.
+Early updates: each parameter is updated right after its gradient is complete, which is freed then.
+Storages and names of ops stay the same, so that costs carry over.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ in-place op overwrites later cannot be kept, so cuts that it crosses are avoided
 from __future__ import annotations
 
 from collections import deque
+from itertools import accumulate, groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -223,14 +224,8 @@ def _ends_of_runs(problem: Problem) -> list[int]:
 
     A step that computes several losses, one after the other, has several runs.
     """
-    ends, count, in_run = [], 0, False
-    for op in problem.graph.ops:
-        if op.phase.is_forward:
-            count += 1
-        elif in_run:
-            ends.append(count)
-        in_run = op.phase.is_forward
-    return [*ends, count] if in_run else ends
+    runs = groupby(problem.graph.ops, key=lambda op: op.phase.is_forward)
+    return list(accumulate(len(list(run)) for is_forward, run in runs if is_forward))
 
 
 def _midpoint(segment: _Spans) -> int:
