@@ -58,9 +58,7 @@ def batch_small_ops(graph: StepGraph, kinds: Iterable[Sequence[int]]) -> StepGra
         elif op.index not in members:
             found.append(replace(op, index=len(found)))
     producer = {value: op.index for op in found for value in op.outputs}
-    values = tuple(
-        replace(v, producer=None if v.producer is None else producer[v.index]) for v in graph.values
-    )
+    values = tuple(replace(v, producer=producer.get(v.index)) for v in graph.values)
     shift = len(found) - len(graph.ops)  # of the optimizer's ops, which come last
     storages = tuple(
         replace(storage, held_until=max(held + shift, -1))
@@ -227,15 +225,12 @@ def _places(graph: StepGraph, updates: Sequence[Update], gone: set[int]) -> list
 def _with_updates(graph: StepGraph, groups: dict[int, list[Update]], gone: set[int]) -> StepGraph:
     """The graph without some ops, and with updates after others; values and ops are renumbered."""
     lost = {value for op in graph.ops if op.index in gone for value in op.outputs}
-    number = {
-        old: new for new, old in enumerate(v.index for v in graph.values if v.index not in lost)
-    }
+    left = [value for value in graph.values if value.index not in lost]
+    number = {value.index: new for new, value in enumerate(left)}
     ops: list[Op] = []
-    place: dict[int, int] = {}  # an op's old index -> its new one
     n_updates = 0
     for op in graph.ops:
         if op.index not in gone:
-            place[op.index] = len(ops)
             ops.append(
                 replace(
                     op,
@@ -249,15 +244,8 @@ def _with_updates(graph: StepGraph, groups: dict[int, list[Update]], gone: set[i
         if op.index in groups:
             ops.append(_update(len(ops), n_updates, groups[op.index], number))
             n_updates += 1
-    values = tuple(
-        replace(
-            value,
-            index=number[value.index],
-            producer=None if value.producer is None else place[value.producer],
-        )
-        for value in graph.values
-        if value.index not in lost
-    )
+    producer = {value: op.index for op in ops for value in op.outputs}
+    values = tuple(replace(v, index=new, producer=producer.get(new)) for new, v in enumerate(left))
     outputs = tuple(number[value] for value in graph.outputs)
     storages = tuple(replace(storage, held_until=-1) for storage in graph.storages)
     return StepGraph(tuple(ops), values, storages, outputs)
