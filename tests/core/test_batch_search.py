@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from rekindle.core.cost.batch_search import (
     Between,
     Fit,
+    climb,
     close_in,
     descend,
     largest_within,
@@ -54,6 +55,12 @@ def test_closing_in_from_a_wrong_place(largest: int, told: float, width: float) 
 
 def test_nothing_can_be_planned() -> None:
     assert close_in(lambda batch: None, Between(10.0, 12.0), CLOSE) is None
+
+
+def test_climbing() -> None:
+    start = Fit(100, 0, 1.0)
+    assert climb(lambda n: Fit(n, 0, 1.0) if n <= 130 else None, start, 400, CLOSE).batch == 130
+    assert climb(lambda n: None, start, 400, CLOSE) is start
 
 
 @pytest.mark.parametrize("reaches", [1.0, 1.004, 1.02, 1.3, 2.0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rekindle.core.rewrite.grouping import Groups
+from rekindle.core.rewrite.grouping import Groups, needed_by, topological_order
 
 Needs = list[set[int]]
 
@@ -87,3 +87,24 @@ def test_what_does_not_need_the_first_moves_before_it() -> None:
     assert groups.merge(0, 3)
     assert groups.order() == [1, 0, 2, 4]
     assert groups.members[0] == [0, 3]
+
+
+def test_transitive_dependencies() -> None:
+    assert needed_by([[], [0], [], [1]], 3) == {0, 1}
+    assert needed_by([[], [0], [], [1]], 2) == set()
+
+
+@given(dags(), st.randoms(use_true_random=False))
+def test_a_topological_order_takes_the_first_op_that_can_run(needs: Needs, random: object) -> None:
+    assert topological_order([[2], [], []]) == [1, 2, 0]
+    assert topological_order(needs) == list(range(len(needs)))
+    names = list(range(len(needs)))
+    random.shuffle(names)  # type: ignore[attr-defined]
+    renamed: Needs = [set() for _ in needs]
+    for op, each in enumerate(needs):
+        renamed[names[op]] = {names[other] for other in each}
+    expected: list[int] = []
+    while len(expected) < len(needs):
+        can_run = [op for op, each in enumerate(renamed) if each.issubset(expected)]
+        expected.append(min(set(can_run).difference(expected)))
+    assert topological_order(renamed) == expected

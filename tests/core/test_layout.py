@@ -255,6 +255,12 @@ def test_packed_blocks_do_not_overlap(rows: list[tuple[int, int, int]]) -> None:
                 assert offsets[a] + nbytes[a] <= offsets[b] or offsets[b] + nbytes[b] <= offsets[a]
 
 
+def test_blocks_that_are_not_live_at_the_same_time_share_memory() -> None:
+    blocks = np.array([0, 1, 3]), np.array([1, 2, 4]), np.array([4, 2, 5])
+    assert least_bytes(*blocks) == 6
+    assert pack(*blocks).tolist() == [0, 4, 0]
+
+
 def test_an_empty_step_needs_no_arena() -> None:
     graph = step(storages((8, Role.INPUT)), [0], [])
     found = layout(graph)

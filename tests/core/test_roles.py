@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from rekindle.core.graph.graph import Op, Phase, Role, Value
-from rekindle.core.graph.roles import assign_roles
+from rekindle.core.graph.graph import Op, Phase, Role, Value, assign_roles
 
 
 def value(index: int, storage: int) -> Value:

@@ -13,8 +13,7 @@ from torch import nn
 import rekindle
 from rekindle.core.cost.devices import Device
 from rekindle.core.cost.roofline import OpRoofline, analytic_profile, bytes_moved, roofline_of
-from rekindle.core.graph.graph import Phase, Role, StepGraph
-from rekindle.core.graph.op_names import op_name
+from rekindle.core.graph.graph import Phase, Role, StepGraph, op_name
 
 D, H, K, N = 7, 11, 5, 13  # features, hidden, classes, batch: primes, so that no sum hides another
 

@@ -20,7 +20,7 @@ from rekindle.core.graph.simulate import simulate
 from rekindle.errors import InvalidSchedule, PlanError
 from rekindle.planners.lowering import Choices, Lowered, choices, lower, to_schedule
 from rekindle.planners.problem import problem_of
-from rekindle.planners.registry import plan_none
+from rekindle.planners.registry import PLANNERS
 
 # Storages and values: 0 x, 1 w, 2 count, 3 hidden, 4 activation, 5 loss, 6 its gradient, 7 the
 # weight's. Op 0 makes 3; op 1 makes 4 of it and draws random numbers, as does op 2, which counts.
@@ -194,7 +194,7 @@ def test_an_in_place_copy_changes_no_other_copy() -> None:
 
 
 def test_a_plan_belongs_to_its_graph() -> None:
-    plan = plan_none(GRAPH, profile_of(GRAPH), 1000)
+    plan = PLANNERS["none"](GRAPH, profile_of(GRAPH), 1000)
     plan.check(GRAPH)
     with pytest.raises(PlanError, match="this plan is for another step"):
         plan.check(IN_PLACE)
@@ -244,7 +244,7 @@ def lowered_steps(draw: st.DrawFn, max_micro_batches: int = 2) -> LoweredStep:
 def test_any_choices_make_a_valid_schedule(made: LoweredStep) -> None:
     (graph, profile), lowered, schedule = made.step, made.lowered, made.schedule
     check(graph, schedule)
-    plan = replace(plan_none(graph, profile, 10**9), schedule=schedule)
+    plan = replace(PLANNERS["none"](graph, profile, 10**9), schedule=schedule)
     trace = simulate(graph, profile, plan)
     assert trace.peak_bytes == lowered.peak_bytes
     assert trace.recompute_us == pytest.approx(lowered.recompute_us)

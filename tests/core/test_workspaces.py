@@ -10,8 +10,7 @@ from support.hand_made import one_op
 from rekindle.core.cost.devices import find_device
 from rekindle.core.cost.profile import Profile
 from rekindle.core.cost.roofline import analytic_profile, workspace_bytes
-from rekindle.core.graph.graph import Op, StepGraph
-from rekindle.core.graph.op_names import op_name
+from rekindle.core.graph.graph import Op, StepGraph, op_name
 from rekindle.core.graph.serial import load_profile
 from rekindle.errors import InfeasibleBudget
 from rekindle.planners.auto import plan_auto

@@ -14,8 +14,7 @@ from support.hand_made import BACKWARD, FORWARD, LOSS, Costed, costed_step
 from support.random_steps import random_step
 from support.synthetic import deep_resnet
 
-from rekindle.planners.blocks import BlockPartition
-from rekindle.planners.chain import Chain, Option, segment_plans
+from rekindle.planners.chain import BlockPartition, Chain, Option, segment_plans
 from rekindle.planners.exact.ilp import optimum
 from rekindle.planners.lowering import keep_all, lower
 from rekindle.planners.problem import Problem, problem_of

@@ -17,17 +17,15 @@ from rekindle.core.graph.graph import Op, Phase, Role, StepGraph
 from rekindle.core.graph.schedule import Compute, Plan, check
 from rekindle.core.graph.serial import load_profile
 from rekindle.errors import InfeasibleBudget
-from rekindle.planners.baselines.chen import (
-    is_expensive,
-    plan_chen_recursive,
-    plan_chen_selective,
-    plan_chen_sqrt,
-)
+from rekindle.planners.baselines.chen import is_expensive
 from rekindle.planners.problem import problem_of
-from rekindle.planners.registry import plan_none
+from rekindle.planners.registry import PLANNERS
 
 PLENTY = 10**15
 PROFILES = sorted((Path(__file__).parents[2] / "benchmarks" / "profiles").glob("*.json.gz"))
+plan_chen_sqrt = PLANNERS["chen-sqrt"]
+plan_chen_recursive = PLANNERS["chen-recursive"]
+plan_chen_selective = PLANNERS["chen-selective"]
 CHEN = [plan_chen_sqrt, plan_chen_recursive, plan_chen_selective]
 
 
@@ -80,7 +78,7 @@ def test_segments_are_equal_in_bytes() -> None:
     """Few ops make most of the bytes: the segments are short there, and long elsewhere."""
     sizes = [100] * 8 + [1] * 100
     graph, profile = chain(len(sizes), sizes)
-    plain = plan_none(graph, profile, PLENTY)
+    plain = PLANNERS["none"](graph, profile, PLENTY)
     plan = plan_chen_sqrt(graph, profile, PLENTY)
     check(graph, plan.schedule)
     assert plain.peak_bytes > 900
@@ -373,7 +371,7 @@ def test_random_steps(planner) -> None:  # type: ignore[no-untyped-def]
 def test_measured_profiles(path: Path) -> None:
     """Recursive needs less than √n, that less than selective; √n adds at most a forward pass."""
     graph, profile, _ = load_profile(path)
-    plain = plan_none(graph, profile, PLENTY)
+    plain = PLANNERS["none"](graph, profile, PLENTY)
     root, recursive, selective = (planner(graph, profile, PLENTY) for planner in CHEN)
     for plan in (root, recursive, selective):
         check(graph, plan.schedule)

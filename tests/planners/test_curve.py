@@ -14,7 +14,7 @@ from rekindle.core.graph.schedule import Plan
 from rekindle.core.graph.serial import load_profile
 from rekindle.core.graph.simulate import simulate
 from rekindle.errors import InfeasibleBudget, PlanError
-from rekindle.planners.curve import Curve, bound_at, trade_off, trade_offs
+from rekindle.planners.curve import Curve, bound_at, trade_offs
 from rekindle.planners.finish import finish
 from rekindle.planners.lowering import choices
 from rekindle.planners.problem import problem_of
@@ -69,7 +69,7 @@ def planner(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[..., Pla
 @pytest.mark.parametrize("name", ["none", "all"])
 def test_a_planner_that_ignores_the_budget_has_one_point(name: str) -> None:
     graph, profile, _ = tiny_step()
-    (plan,) = trade_off(graph, profile, name)
+    (plan,) = trade_offs(graph, profile, [name])[0].plans
     assert plan.planner == name
     assert plan.peak_bytes == plan.budget_bytes
 
@@ -89,7 +89,7 @@ def test_cheaper_plans_and_higher_bounds_go_their_ways(
         PEAK_BYTES: (0.0, 0.0),
     }
     planner("table", costing(table, least))
-    plans = trade_off(graph, profile, "table", points=5)
+    plans = trade_offs(graph, profile, ["table"], points=5)[0].plans
     assert [plan.budget_bytes - least for plan in plans] == [4000, 3000, 2000, 1000, 0]
     assert [plan.recompute_us for plan in plans] == [0.0, 25.0, 30.0, 30.0, 50.0]
     assert [plan.bound_us for plan in plans] == [0.0, 0.0, 15.0, 20.0, 20.0]
@@ -135,7 +135,7 @@ def test_what_a_curve_says_of_a_budget() -> None:
 def test_what_cannot_be_asked_for() -> None:
     graph, profile, _ = tiny_step()
     with pytest.raises(PlanError, match="at least 2 points"):
-        trade_off(graph, profile, "none", points=1)
+        trade_offs(graph, profile, ["none"], points=1)
     with pytest.raises(PlanError, match=r"no planner named 'nope'.*There are none, all"):
-        trade_off(graph, profile, "nope")
+        trade_offs(graph, profile, ["nope"])
     assert find_planner("none") is PLANNERS["none"]

@@ -19,7 +19,7 @@ from rekindle.core.graph.graph import StepGraph
 from rekindle.core.graph.schedule import Plan
 from rekindle.core.graph.simulate import simulate
 from rekindle.errors import InfeasibleBudget
-from rekindle.planners.curve import trade_off
+from rekindle.planners.curve import trade_offs
 from rekindle.planners.exact.ilp import optimum
 from rekindle.planners.lowering import keep_all, lower
 from rekindle.planners.problem import problem_of
@@ -80,7 +80,7 @@ def test_more_memory_never_costs_more_time(name: str) -> None:
     for seed in range(6):
         rng = random.Random(seed)
         graph, profile = random_step(rng, rng.randint(6, 10), micro_batches=1 + seed % 2)
-        plans = trade_off(graph, profile, name, points=6)
+        plans = trade_offs(graph, profile, [name], points=6)[0].plans
         n_points += len(plans)
         for more, less in pairwise(plans):
             assert more.budget_bytes > less.budget_bytes

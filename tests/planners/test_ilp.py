@@ -19,6 +19,7 @@ from rekindle.core.cost.profile import Profile
 from rekindle.core.graph.graph import StepGraph
 from rekindle.core.graph.simulate import simulate
 from rekindle.errors import InfeasibleBudget, PlanError
+from rekindle.planners.exact import ilp
 from rekindle.planners.exact.ilp import optimum, plan_ilp
 from rekindle.planners.exact.milp import IntegerProgram
 from rekindle.planners.lowering import Choices, choices, keep_all, lower
@@ -204,10 +205,11 @@ def test_what_a_later_forward_pass_still_uses_is_there_for_nothing() -> None:
     assert optimum(problem_of(graph, profile), None).peak_bytes == 10
 
 
-def test_large_steps_are_refused() -> None:
+def test_large_steps_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     graph, profile = chain(12)
+    monkeypatch.setattr(ilp, "MAX_DECISIONS", 10)
     with pytest.raises(PlanError, match=r"for small steps.*Use the planner auto"):
-        plan_ilp(graph, profile, 5, max_decisions=10)
+        plan_ilp(graph, profile, 5)
 
 
 def test_bytes_of_real_sizes_are_solved_exactly() -> None:

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from rekindle.planners.exact.milp import IntegerProgram
+
 PROGRAMS = """
 from rekindle.planners.exact.milp import IntegerProgram
 
@@ -103,6 +105,16 @@ def output_of(script: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
+
+
+def test_the_cheapest_within_a_budget_and_the_least_peak() -> None:
+    program = IntegerProgram()
+    drop_small, drop_large = program.decision(cost=1.0), program.decision(cost=3.0)
+    program.peak_at(12, [(drop_small, -2), (drop_large, -5)])
+    assert program.cheapest_within(10) == [True, False]
+    assert program.cheapest_within(8) == [False, True]
+    assert program.cheapest_within(4) is None
+    assert program.least_peak() == [True, True]
 
 
 def test_nothing_is_printed_and_no_file_descriptor_redirected_or_duplicated() -> None:

@@ -126,13 +126,6 @@ def test_a_cell_that_is_not_read_is_kept_for_those_computed_from_it() -> None:
     assert (nothing.kept, nothing.ops) == ([], [0, 1, 2])
 
 
-def test_other_costs_than_the_times_can_be_given() -> None:
-    problem = unread_middle()
-    cut = CutNetwork(problem).solve(np.array([9.0, 2.0, 9.0]), np.array([0.0, 0.0, 1.0]))
-    assert (cut.kept, cut.ops) == ([], [0, 1, 2])
-    assert cut.value_us == pytest.approx(1.0)
-
-
 def test_an_op_that_makes_two_cells_is_paid_once() -> None:
     """Op 1 makes cells 1 and 2: recomputed for one, it makes the other, too."""
     graph, profile = costed_step(

@@ -19,7 +19,7 @@ from rekindle.errors import InfeasibleBudget
 from rekindle.planners.baselines.mutwo import Greedy, peak_floors, plan_mutwo
 from rekindle.planners.lowering import choices, lower
 from rekindle.planners.problem import Problem, problem_of
-from rekindle.planners.registry import plan_none
+from rekindle.planners.registry import PLANNERS
 
 PLENTY = 10**15
 PROFILES = sorted((Path(__file__).parents[2] / "benchmarks" / "profiles").glob("*.json.gz"))
@@ -182,7 +182,7 @@ def test_what_the_backward_pass_does_not_read_is_passed_through() -> None:
 
 def test_nothing_is_dropped_where_everything_fits() -> None:
     graph, profile = chain(16)
-    plain = plan_none(graph, profile, PLENTY)
+    plain = PLANNERS["none"](graph, profile, PLENTY)
     plan = plan_mutwo(graph, profile, plain.peak_bytes)
     assert plan.schedule == plain.schedule
     assert plan.recompute_us == 0
@@ -191,7 +191,7 @@ def test_nothing_is_dropped_where_everything_fits() -> None:
 def test_it_stops_as_soon_as_it_fits() -> None:
     """At every budget, with the first number of drops that fits."""
     graph, profile = chain(8, 1, [8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0], gradient_bytes=0)
-    plain = plan_none(graph, profile, PLENTY)
+    plain = PLANNERS["none"](graph, profile, PLENTY)
     order = list(Greedy(problem_of(graph, profile)).run())
     found = peaks(problem_of(graph, profile), order)
     assert found[0] == plain.peak_bytes == 8
@@ -321,7 +321,7 @@ def test_random_steps() -> None:
 def test_measured_profiles(path: Path) -> None:
     """At 80% of the plain peak; a budget that no plan can meet names one that this planner can."""
     graph, profile, _ = load_profile(path)
-    plain = plan_none(graph, profile, PLENTY)
+    plain = PLANNERS["none"](graph, profile, PLENTY)
     plan = plan_mutwo(graph, profile, int(0.8 * plain.peak_bytes))
     check(graph, plan.schedule)
     assert plan.peak_bytes <= 0.8 * plain.peak_bytes

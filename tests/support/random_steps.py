@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from hypothesis import strategies as st
 
 from rekindle.core.cost.profile import OpCost, Profile
-from rekindle.core.graph.graph import Op, Phase, Role, StepGraph, Storage, Value
-from rekindle.core.graph.roles import assign_roles
+from rekindle.core.graph.graph import Op, Phase, Role, StepGraph, Storage, Value, assign_roles
 
 BATCH_NORM = "aten.native_batch_norm.default"
 BATCH_NORM_COPY = "aten.batch_norm_elemt.default"

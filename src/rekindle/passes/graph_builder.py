@@ -7,8 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 import torch
 from torch import fx
 
-from rekindle.core.graph.graph import Op, Role, StepGraph, Storage, Value
-from rekindle.core.graph.roles import assign_roles
+from rekindle.core.graph.graph import Op, Role, StepGraph, Storage, Value, assign_roles
 
 
 class GraphBuilder:

@@ -1,11 +1,8 @@
 """The default planner: the best of all others, with a proof of how good it is.
 
-Small steps are solved to optimality (`ilp`). Most large steps are chains of blocks: the rotor-style
-dynamic program (`chain`) comes within a few tenths of a percent of the Lagrangian bound (`bound`).
-The plans of all other planners are tried as well, so that `auto` is never worse than any of them;
-for a step of many thousand ops only μ-TWO's, unless nothing fits. Local search against the exact
-simulation uses up the rest of the budget. If the result is far from the bound, segments that nearly
-fill the budget get more options, and wider searches follow.
+Small steps are solved to optimality (`ilp`). For large ones, the rotor-style dynamic program
+(`chain`) and all other planners are tried, and local search uses up the rest of the budget. If the
+result is far from the Lagrangian bound (`bound`), wider searches follow.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ from rekindle.planners.chain import Chain
 from rekindle.planners.exact import ilp
 from rekindle.planners.finish import write_up
 from rekindle.planners.local_search import DEFAULT_SEARCH, SearchOptions, exchange, fit, polish
-from rekindle.planners.lowering import Choices, Lowered, choices, keep_all, lower
+from rekindle.planners.lowering import Choices, Lowered, drop_all, keep_all, lower
 from rekindle.planners.min_cut import CutNetwork
 from rekindle.planners.problem import Problem, problem_of
 
@@ -160,7 +157,7 @@ class AutoPlanner:
     def budget_independent(self) -> list[Candidate]:
         """The plans of the planners that ignore the budget."""
         problem = self.problem
-        chosen = [choices(problem, ()), *chen.sqrt_choices(problem)]
+        chosen = [drop_all(problem), *chen.all_sqrt_choices(problem)]
         chosen += [chen.recursive_choices(problem), chen.selective_choices(problem)]
         return [self._candidate(each) for each in chosen]
 

@@ -1,14 +1,9 @@
 """The Lagrangian bound: a proven lower bound on the time that any plan within a budget must add.
 
-At every op t, the bytes that are live under every plan and the cells kept across t must fit into
-the budget. Relax each of these constraints with a price μ_t ≥ 0 per byte. The relaxed problem is
-one priced min-cut (`min_cut`), and
-
-    L(μ) = cut(μ) + Σ_t μ_t · (bytes live under every plan − budget)
-
-is at most the time added by any plan within the budget. The best prices are found by cutting planes
-(Kelley, 1960): a small linear program proposes prices, the cut answers with a plan, and the plan
-becomes a constraint of the program.
+L(μ) = cut(μ) + Σ_t μ_t · (bytes live at op t under every plan − budget) is at most the time added
+by any plan within the budget, for all prices μ_t ≥ 0 per byte at op t; cut(μ) is a priced min-cut.
+The best prices are found by cutting planes (Kelley, 1960): a small linear program proposes prices,
+the cut answers with a plan, and the plan becomes a constraint of the program.
 
 The price of keeping a cell: an activation is held until its last read. A cell that no backward op
 reads is kept so that others can be recomputed from it. Say op o computes activation d from it. The

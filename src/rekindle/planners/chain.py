@@ -1,23 +1,31 @@
 """The best plan of a chain of segments: a rotor-style dynamic program over blocks and bytes kept.
 
 After rotor (Beaumont et al., "Optimal checkpointing for heterogeneous chains", 2019), whose blocks
-are modules that are kept or recomputed as a whole. Here blocks are found in the graph (`blocks`),
-and each segment of blocks has several plans inside, found by priced min-cuts and local search.
+are modules that are kept or recomputed as a whole. Here the forward pass is cut into blocks where
+few bytes cross, and each segment of blocks has several plans inside, found by priced min-cuts and
+local search.
+
+A **segment** is a run of blocks, planned independently: its inputs are kept by earlier segments,
+and it keeps the cells that later segments read (its exports). So the plans of segments can be
+combined freely, and only the bytes they keep add up.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
-from rekindle.planners.blocks import BlockPartition, Segment
 from rekindle.planners.local_search import SearchOptions, fit
-from rekindle.planners.lowering import Choices, choices, lower
+from rekindle.planners.lowering import Choices, choices, drop_all, lower
 from rekindle.planners.min_cut import Cut, CutNetwork
 from rekindle.planners.problem import Floats, Ints, Problem
+
+MAX_BLOCKS = 96
+_EXPORT_BLOCKS = 2  # a cell is exported to so many blocks; ops farther away are not recomputed
 
 
 @dataclass(frozen=True)
@@ -36,7 +44,208 @@ class ChainOptions:
     lighter_max_ops_placed: int = 3000  # in one local search
 
 
-DEFAULT_CHAIN = ChainOptions()
+_OPTIONS = ChainOptions()
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of blocks as a problem of its own.
+
+    `cells` and `ops` map its own numbers to the whole problem's; `exports` are the cells it must
+    keep for later segments, `borders` those that one of its blocks exports to another, both in its
+    own numbers. `block_of_cell` counts its blocks from 0. The first `n_forward` ops are of the
+    forward pass; the others are readers. Before the first reader and after each, one more op
+    stands for all ops that run there.
+    """
+
+    problem: Problem
+    cells: list[int]
+    ops: list[int]
+    exports: list[int]
+    borders: list[int]
+    block_of_cell: list[int]
+    signature: tuple[object, ...]
+    n_forward: int
+
+    @property
+    def from_ops(self) -> list[int]:
+        """The first op, in the whole problem, that each of its own ops stands for."""
+        n = self.n_forward
+        is_behind = [i > n and (i - n) % 2 == 0 for i in range(len(self.ops))]
+        found = [op + behind for op, behind in zip(self.ops, is_behind, strict=True)]
+        return [0, *found[1:]]
+
+
+class BlockPartition:
+    """A problem's forward pass, cut into blocks."""
+
+    def __init__(self, problem: Problem, most: int = MAX_BLOCKS) -> None:
+        self.problem = problem
+        self.ops = sorted(set(problem.writer))
+        self.number = {op: i for i, op in enumerate(self.ops)}
+        self.readers: list[list[int]] = [[] for _ in range(problem.n_cells)]  # forward ops
+        for i, op in enumerate(self.ops):
+            for cell in problem.reads[op]:
+                self.readers[cell].append(i)
+        self._all_readers = [op for op, _ in problem.readers]
+        self.ends = _cuts(self._crossing(), most, sum(problem.bytes) + 1)
+        self.block_of_op = np.searchsorted(self.ends, np.arange(len(self.ops)), side="right")
+        self.block_of_cell = [int(self.block_of_op[self.number[op]]) for op in problem.writer]
+        self.pinned, self.global_cells = self._far()
+
+    @property
+    def n_blocks(self) -> int:
+        """The number of blocks."""
+        return len(self.ends)
+
+    def _crossing(self) -> Ints:
+        """The bytes crossing from each op to the next; cells other than activations weigh more."""
+        problem = self.problem
+        changes = np.zeros(len(self.ops) + 1)
+        total = sum(problem.bytes) + 1
+        for cell, readers in enumerate(self.readers):
+            if readers:
+                weight = problem.bytes[cell] * (1.0 if problem.needs[cell] else 1.5)
+                if not problem.can_keep[cell]:
+                    weight = total  # never between the ops that write one storage
+                changes[self.number[problem.writer[cell]]] += weight
+                changes[readers[-1]] -= weight
+        return np.cumsum(changes)[:-1].astype(np.int64)
+
+    def _far(self) -> tuple[set[int], set[int]]:
+        """Ops that are not recomputed because they read a cell of a far block, and cells kept for
+        such ops.
+
+        A large cell is not kept for the sake of small ones: rather, their ops are not recomputed.
+        """
+        problem = self.problem
+        share: dict[int, float] = {}  # by op: its part of the cells that would be kept for it
+        far_cells: dict[int, list[int]] = {}
+        for cell, readers in enumerate(self.readers):
+            block = self.block_of_cell[cell]
+            far = [self.ops[i] for i in readers if self.block_of_op[i] > block + _EXPORT_BLOCKS]
+            if problem.needs[cell]:
+                continue  # exported anyway
+            for op in far:
+                share[op] = share.get(op, 0.0) + problem.bytes[cell] / len(far)
+                far_cells.setdefault(op, []).append(cell)
+        pinned = {
+            op
+            for op, nbytes in share.items()
+            if 2 * nbytes > sum(problem.bytes[cell] for cell in problem.writes[op])
+        }
+        kept = {cell for op, cells in far_cells.items() if op not in pinned for cell in cells}
+        return pinned, kept
+
+    def exports(self, cell: int, last: int) -> bool:
+        """True if a segment that ends before block `last` exports a cell to later ones."""
+        blocks = [int(self.block_of_op[i]) for i in self.readers[cell]]
+        later = [b for b in blocks if b >= last]
+        if not later:
+            return False
+        near = min(later) < last + _EXPORT_BLOCKS
+        return near or bool(self.problem.needs[cell]) or cell in self.global_cells
+
+    @cached_property
+    def _cells_by_block(self) -> list[list[int]]:
+        cells: list[list[int]] = [[] for _ in self.ends]
+        for cell, block in enumerate(self.block_of_cell):
+            cells[block].append(cell)
+        return cells
+
+    def segment(self, first: int, last: int) -> Segment:
+        """The blocks first…last-1 as a problem of their own."""
+        problem = self.problem
+        cells = [c for block in range(first, last) for c in self._cells_by_block[block]]
+        local = {cell: i for i, cell in enumerate(cells)}
+        start = int(self.ends[first - 1]) if first else 0
+        forward = self.ops[start : int(self.ends[last - 1])]
+        readers = sorted({op for c in cells for op in problem.needs[c]}.difference(forward))
+        ops = [*forward, *(op for reader in readers for op in (reader, reader))]
+        if readers:
+            ops.insert(len(forward), readers[0])
+        place = {op: i for i, op in enumerate(forward)}
+        place.update({op: len(forward) + 1 + 2 * i for i, op in enumerate(readers)})
+        inside = set(forward)
+        needs = [[place[op] for op in problem.needs[c] if op not in inside] for c in cells]
+        exports = [local[c] for c in cells if self.exports(c, last)]
+        blocks = [self.block_of_cell[c] - first for c in cells]
+        borders = [
+            local[c]
+            for c, block in zip(cells, blocks, strict=True)
+            if block < last - first - 1 and self.exports(c, first + block + 1)
+        ]
+        final = len(forward) - 1
+        sub = replace(
+            problem,
+            storage=[problem.storage[c] for c in cells],
+            bytes=[problem.bytes[c] for c in cells],
+            writer=[place[problem.writer[c]] for c in cells],
+            last_use=[place.get(problem.last_use[c], final) for c in cells],
+            needs=needs,
+            can_keep=[problem.can_keep[c] for c in cells],
+            must_keep=[problem.must_keep[c] or problem.writer[c] in self.pinned for c in cells],
+            reads=[[local[c] for c in problem.reads[op] if c in local] for op in ops],
+            writes=[[local[c] for c in problem.writes[op]] for op in forward]
+            + [[] for _ in ops[len(forward) :]],
+            also_makes=[[] for _ in ops],
+            times=[problem.times[op] for op in ops],
+            workspaces=problem.workspaces[ops],
+            base=self._base(forward, readers),
+            between=problem.between[ops],
+        )
+        signature = (
+            tuple(sub.bytes),
+            tuple(sub.writer),
+            tuple(sub.can_keep),
+            tuple(sub.must_keep),
+            tuple(map(tuple, sub.needs)),
+            tuple(map(tuple, sub.reads)),
+            tuple(exports),
+            tuple(borders),
+            tuple(sub.last_use),
+            tuple(int(nbytes) for nbytes in sub.workspaces[: len(forward)]),
+        )
+        return Segment(sub, cells, ops, exports, borders, blocks, signature, len(forward))
+
+    def _base(self, forward: list[int], readers: list[int]) -> Ints:
+        """The base at each op of a segment; between two readers, the maximum in between.
+
+        Before the first reader, the maximum since the last reader of any segment.
+        """
+        base, rest = self.problem.base, []
+        if readers:
+            place = bisect_left(self._all_readers, readers[0])
+            before = self._all_readers[place - 1] if place else self.ops[-1]
+            rest.append(int(base[before + 1 : readers[0]].max(initial=0)))
+        for reader in readers:
+            rest += [int(base[reader]), self._after[reader]]
+        return np.array([*base[forward], *rest], dtype=np.int64)
+
+    @cached_property
+    def _after(self) -> dict[int, int]:
+        """The maximum of the base between each reader and the next one of any segment."""
+        base, ends = self.problem.base, [*self._all_readers[1:], self.problem.n_ops]
+        return {
+            reader: int(base[reader + 1 : end].max(initial=0))
+            for reader, end in zip(self._all_readers, ends, strict=False)
+        }
+
+
+def _cuts(crossing: Ints, most: int, never: int) -> Ints:
+    """The ends of the blocks: after ops with the fewest bytes crossing nearby, spaced out.
+
+    There is no cut where `never` bytes or more cross.
+    """
+    n = len(crossing)
+    radius = max(1, n // most)
+    ends: list[int] = []
+    for i in range(n - 1):
+        near = crossing[max(0, i - radius) : min(n - 1, i + radius + 1)]
+        is_least = crossing[i] < never and crossing[i] <= near.min()
+        if is_least and (not ends or i + 1 >= ends[-1] + radius):
+            ends.append(i + 1)
+    return np.array([*ends, n], dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -53,7 +262,7 @@ class SegmentPlan:
     live: Ints
 
 
-def segment_plans(segment: Segment, options: ChainOptions = DEFAULT_CHAIN) -> list[SegmentPlan]:
+def segment_plans(segment: Segment) -> list[SegmentPlan]:
     """The plans of a segment that are not dominated in kept bytes, peak and time.
 
     For a price per byte kept, a segment's best plan is a min-cut; all prices together give the
@@ -61,15 +270,13 @@ def segment_plans(segment: Segment, options: ChainOptions = DEFAULT_CHAIN) -> li
     has a nested plan that keeps nothing: the first recomputation leaves only the borders of the
     blocks, and each block is recomputed a second time when the backward pass reaches it.
     """
-    found = [_segment_plan(segment, kept) for kept in _hull(segment, options)]
+    found = [_segment_plan(segment, kept) for kept in _hull(segment)]
     if segment.borders:
         found.append(_segment_plan(segment, [], _nested(segment)))
     return _undominated(segment.problem, found)
 
 
-def lighter_plans(
-    segment: Segment, known: list[SegmentPlan], options: ChainOptions = DEFAULT_CHAIN
-) -> list[SegmentPlan]:
+def lighter_plans(segment: Segment, known: list[SegmentPlan]) -> list[SegmentPlan]:
     """Plans of lower peaks, by local search from those of the lowest peaks.
 
     For segments that nearly fill the budget. A loss over a large vocabulary, for example, is best
@@ -79,14 +286,14 @@ def lighter_plans(
     must = [each or cell in exports for cell, each in enumerate(segment.problem.must_keep)]
     problem = replace(segment.problem, must_keep=must)
     found: list[SegmentPlan] = []
-    n_starts = options.lighter_starts
-    search = SearchOptions(max_ops_placed=options.lighter_max_ops_placed)
+    n_starts = _OPTIONS.lighter_starts
+    search = SearchOptions(max_ops_placed=_OPTIONS.lighter_max_ops_placed)
     by_peak = sorted(known, key=lambda plan: _peak_bytes(problem, plan))
     quickest = sorted(by_peak[n_starts:], key=lambda plan: len(plan.recomputed))[:1]
     for start in (*by_peak[:n_starts], *quickest):
         lowest = start
-        for _ in range(options.lighter_attempts):
-            asked = int(options.lighter_peak_ratio * _peak_bytes(problem, lowest))
+        for _ in range(_OPTIONS.lighter_attempts):
+            asked = int(_OPTIONS.lighter_peak_ratio * _peak_bytes(problem, lowest))
             chosen = fit(problem, lowest.chosen, asked, search)
             kept = [cell for cell, keep in enumerate(chosen.keep) if keep]
             lower_one = _segment_plan(segment, kept, chosen.hold_from)
@@ -101,7 +308,7 @@ def _peak_bytes(problem: Problem, plan: SegmentPlan) -> int:
     return int((plan.live + problem.base).max(initial=0))
 
 
-def _hull(segment: Segment, options: ChainOptions) -> list[list[int]]:
+def _hull(segment: Segment) -> list[list[int]]:
     """The kept cells at the corners of the convex hull, found between neighbouring corners."""
     problem = segment.problem
     network = CutNetwork(problem)
@@ -110,15 +317,12 @@ def _hull(segment: Segment, options: ChainOptions) -> list[list[int]]:
 
     def cut(price: float) -> tuple[float, float, list[int]]:
         found: Cut = network.solve(price * nbytes)
-        return (
-            float(nbytes[found.kept].sum()),
-            sum(problem.times[op] for op in found.ops),
-            found.kept,
-        )
+        added_us = sum(problem.times[op] for op in found.ops)
+        return float(nbytes[found.kept].sum()), added_us, found.kept
 
-    corners = [cut(options.highest_price_us_per_byte), cut(0.0)]
+    corners = [cut(_OPTIONS.highest_price_us_per_byte), cut(0.0)]
     todo = [(corners[0], corners[1])]
-    while todo and len(corners) < options.max_plans_per_segment:
+    while todo and len(corners) < _OPTIONS.max_plans_per_segment:
         low, high = todo.pop(0)
         if high[0] - low[0] < 1 or low[1] - high[1] < 1e-9:
             continue
@@ -145,12 +349,8 @@ def _segment_plan(
     np.maximum.at(live, lowered.anchor, cells)
     stays = {*kept, *segment.exports}
     stays.update(c for c in range(problem.n_cells) if chosen.keep[c] and problem.needs[c])
-    return SegmentPlan(
-        chosen,
-        sum(problem.bytes[c] for c in stays),
-        lowered.ops[lowered.copies > 0],
-        live,
-    )
+    kept_bytes = sum(problem.bytes[c] for c in stays)
+    return SegmentPlan(chosen, kept_bytes, lowered.ops[lowered.copies > 0], live)
 
 
 def _nested(segment: Segment) -> list[int]:
@@ -199,17 +399,16 @@ class Option:
 class _Structure:
     """All segments of one structure: their plans, found on the first of them."""
 
-    def __init__(self, segment: Segment, options: ChainOptions) -> None:
-        self._segment = segment
-        self._options = options
+    def __init__(self, first: Segment) -> None:
+        self._first = first
 
     @cached_property
     def plans(self) -> list[SegmentPlan]:
-        return segment_plans(self._segment, self._options)
+        return segment_plans(self._first)
 
     @cached_property
     def lighter(self) -> list[SegmentPlan]:
-        return lighter_plans(self._segment, self.plans, self._options)
+        return lighter_plans(self._first, self.plans)
 
 
 def _option(first: int, last: int, segment: Segment, plan: SegmentPlan) -> Option:
@@ -222,21 +421,19 @@ def _option(first: int, last: int, segment: Segment, plan: SegmentPlan) -> Optio
 class Chain:
     """A problem's segments with their options; made once, solved for many budgets."""
 
-    def __init__(self, problem: Problem, tuning: ChainOptions = DEFAULT_CHAIN) -> None:
+    def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.tuning = tuning
         self.blocks = BlockPartition(problem)
         self._structures: dict[tuple[object, ...], _Structure] = {}
         self.options: list[list[Option]] = [[] for _ in range(self.blocks.n_blocks + 1)]
         self._segments: list[tuple[int, int, Segment, int]] = []  # with the least peak of each
-        usual, most = problem.n_cells / self.blocks.n_blocks, tuning.max_cells_per_segment
-        lengths = tuning.segment_lengths_blocks
+        usual, most = problem.n_cells / self.blocks.n_blocks, _OPTIONS.max_cells_per_segment
+        lengths = _OPTIONS.segment_lengths_blocks
         for length in (n for n in lengths if n <= 3 or n * usual <= most):
             for first in range(self.blocks.n_blocks - length + 1):
                 last = first + length
                 segment = self.blocks.segment(first, last)
-                structure = _Structure(segment, tuning)
-                structure = self._structures.setdefault(segment.signature, structure)
+                structure = self._structures.setdefault(segment.signature, _Structure(segment))
                 own = [_option(first, last, segment, plan) for plan in structure.plans]
                 self.options[last] += own
                 least = min(option.peak_bytes for option in own)
@@ -246,7 +443,7 @@ class Chain:
         """All options, and lighter ones for segments that nearly fill a budget by themselves."""
         options = [list(own) for own in self.options]
         for first, last, segment, least in self._segments:
-            if least > self.tuning.nearly_full_ratio * budget_bytes:
+            if least > _OPTIONS.nearly_full_ratio * budget_bytes:
                 plans = self._structures[segment.signature].lighter
                 options[last] += [_option(first, last, segment, plan) for plan in plans]
         return options
@@ -276,12 +473,12 @@ class Chain:
     def _best(self, step: Step, options: list[list[Option]]) -> Choices | None:
         states = [_START]
         for last in range(1, self.blocks.n_blocks + 1):
-            states.append(_reached(states, options[last], step, self.tuning.max_states))
+            states.append(_reached(states, options[last], step, _OPTIONS.max_states))
         return self._choices(_path(states, options)) if len(states[-1].kept) else None
 
     def _choices(self, path: list[Option]) -> Choices:
         problem = self.problem
-        whole = choices(problem, ())
+        whole = drop_all(problem)
         for option in path:
             chosen = option.plan.chosen
             ops = [*option.segment.from_ops, problem.n_ops]

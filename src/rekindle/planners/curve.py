@@ -41,17 +41,6 @@ def bound_at(curves: Iterable[Curve], budget_bytes: int) -> float | None:
     return max(bounds, default=None)
 
 
-def trade_off(
-    graph: StepGraph, profile: Profile, planner: str = "auto", points: int = 20
-) -> list[Plan]:
-    """Plans at budgets evenly spaced from the plain step's peak down to the planner's least peak.
-
-    More memory never costs more time: if a smaller budget has led a planner to a cheaper plan, that
-    one is used at the larger budget, too. A planner that ignores the budget has one point.
-    """
-    return list(trade_offs(graph, profile, [planner], points)[0].plans)
-
-
 def trade_offs(
     graph: StepGraph,
     profile: Profile,
@@ -61,8 +50,10 @@ def trade_offs(
 ) -> list[Curve]:
     """The curves of several planners, at the same budgets and at the least peak of each.
 
-    The budgets go down to the least peak that any of them reaches. `tell` is called with the name
-    of the planner that is about to run.
+    The budgets are evenly spaced, from the plain step's peak down to the least peak that any of the
+    planners reaches. More memory never costs more time: if a smaller budget has led a planner to a
+    cheaper plan, that one is used at the larger budget, too. A planner that ignores the budget has
+    one point. `tell` is called with the name of the planner that is about to run.
     """
     if points < 2:
         raise PlanError(f"a trade-off curve has at least 2 points, and {points} was asked for.")

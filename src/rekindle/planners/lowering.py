@@ -81,6 +81,11 @@ def keep_all(problem: Problem) -> Choices:
     return Choices([True] * problem.n_cells, [0] * problem.n_cells)
 
 
+def drop_all(problem: Problem) -> Choices:
+    """Drop every activation that may be dropped; recompute each once, when it is first read."""
+    return choices(problem, ())
+
+
 def choices(problem: Problem, kept: Iterable[int]) -> Choices:
     """Keep these cells and those that must be kept; drop the others, and hold recomputed ones."""
     keep = list(problem.must_keep)
@@ -112,9 +117,7 @@ class _Lowering:
     def run(self) -> Lowered:
         problem = self.problem
         for cell, storage in enumerate(problem.storage):
-            if storage not in self.original:
-                start = problem.writer[cell]
-                self.original[storage] = Instance(storage, 0, start, -1)
+            self.original.setdefault(storage, Instance(storage, 0, problem.writer[cell], -1))
         for reader, cells in problem.readers:
             fleeting = self.provide(reader, cells)
             position = reader + self.extra
@@ -217,11 +220,9 @@ class _Replay:
         self.needed = dict(problem.readers)
         self.written: dict[int, list[int]] = {}  # by op: the cells that the captured op writes
         self.last_used: dict[int, list[int]] = {}  # by op: the cells it is the last to use
-        for cell, (writer, last_use) in enumerate(
-            zip(problem.writer, problem.last_use, strict=True)
-        ):
-            self.written.setdefault(writer, []).append(cell)
-            self.last_used.setdefault(last_use, []).append(cell)
+        for cell in range(problem.n_cells):
+            self.written.setdefault(problem.writer[cell], []).append(cell)
+            self.last_used.setdefault(problem.last_use[cell], []).append(cell)
         self.current: dict[int, Instance] = {}  # by cell: the newest copy
         self.originals: dict[int, Instance] = {}  # by storage
         self.holds: dict[int, int] = {}  # by storage: the cell that its original holds now
@@ -320,8 +321,7 @@ class _Emitter:
         for instance in self.lowered.instances:
             ends.setdefault(instance.end, []).append((instance.storage, instance.copy))
         liveness = analyze(self.graph)
-        is_captured = self.lowered.copies == 0
-        place = np.flatnonzero(is_captured)
+        place = np.flatnonzero(self.lowered.copies == 0)
         for storage, death in enumerate(liveness.death):
             stays = liveness.is_resident[storage] or liveness.is_output[storage]
             if storage not in self.managed and death >= 0 and not stays:
@@ -351,11 +351,8 @@ class _Emitter:
 
     def provide(self, value: int, version: int) -> LivingCopy:
         """The newest copy that holds a value; the view is taken if the copy lacks it."""
-        fitting = [
-            copy
-            for copy in self.living.get(self.graph.values[value].storage, ())
-            if copy.version == version
-        ]
+        copies = self.living.get(self.graph.values[value].storage, ())
+        fitting = [copy for copy in copies if copy.version == version]
         for copy in reversed(fitting):
             if value in copy.values:
                 return copy

@@ -2,15 +2,8 @@
 
 Min-cut rematerialisation, as in PyTorch's AOTAutograd partitioner, with a price per cell and the
 ops' times. Every cell has a node X (it is available in the backward pass), every forward op a node
-Y (it is recomputed). With a price for keeping each cell and a cost for recomputing each op,
-
-    minimise    Σ cost of the recomputed ops + Σ price of the kept cells
-    subject to  every cell that the backward pass reads is available;
-                an available cell is kept, or its op is recomputed;
-                a recomputed op has its inputs available
-
-is one s-t min-cut: s→X (infinite) if the backward pass reads the cell, X→Y with the price of
-keeping it, Y→t with the op's cost, and Y→X (infinite) to the cells the op reads.
+Y (it is recomputed). Edges: s→X (infinite) if the backward pass reads the cell, X→Y with the price
+of keeping it, Y→t with the op's cost, and Y→X (infinite) to the cells the op reads.
 """
 
 from __future__ import annotations
@@ -81,15 +74,14 @@ class CutNetwork:
         self.always_kept &= np.array([bool(needs) for needs in problem.needs], dtype=bool)
         self.costs_us = np.array([problem.times[op] for op in self.ops])
 
-    def solve(self, price_us: Floats, op_costs_us: Floats | None = None) -> Cut:
-        """The cut for a price of keeping each cell; ops cost their time by default."""
-        costs = self.costs_us if op_costs_us is None else op_costs_us
-        scale = _TOTAL_CAPACITY / max(float(costs.sum()), 1e-9)
+    def solve(self, price_us: Floats) -> Cut:
+        """The cut for a price of keeping each cell; ops cost their time."""
+        scale = _TOTAL_CAPACITY / max(float(self.costs_us.sum()), 1e-9)
         capacities = self.capacities
         price = np.minimum(np.floor(price_us * scale), _TOTAL_CAPACITY + 1)  # > all ops together
         price[self.always_kept] = 0  # a constant, added below
         capacities[self.keep_edges] = np.where(self.can_keep, price, _INFINITE)
-        capacities[self.op_edges] = np.floor(costs * scale)
+        capacities[self.op_edges] = np.floor(self.costs_us * scale)
         data = capacities[self.order].astype(np.int32)
         graph = csr_array((data, self.indices, self.indptr), shape=(self.size, self.size))
         flow = maximum_flow(graph, self.source, self.sink)

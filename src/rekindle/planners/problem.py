@@ -83,9 +83,7 @@ class Problem:
     @cached_property
     def droppable(self) -> list[int]:
         """The cells that may be dropped: activations that can be recomputed."""
-        return [
-            cell for cell in range(self.n_cells) if self.needs[cell] and not self.must_keep[cell]
-        ]
+        return [cell for cell in self.activations if not self.must_keep[cell]]
 
     @cached_property
     def activations(self) -> list[int]:
@@ -100,7 +98,6 @@ def problem_of(graph: StepGraph, profile: Profile) -> Problem:
     sizes = device_sizes(graph, profile.allocator)
     storages = _managed(graph)
     cell_of: dict[tuple[int, int], int] = {}
-    storage: list[int] = []
     writer: list[int] = []
     writes: list[list[int]] = [[] for _ in graph.ops]
     reads: list[list[int]] = [[] for _ in graph.ops]
@@ -111,14 +108,12 @@ def problem_of(graph: StepGraph, profile: Profile) -> Problem:
         for s in (*flow.makes[op.index], *flow.mutates[op.index]):
             if s in storages:
                 version = 1 + (dict(flow.reads[op.index]).get(s, 0))
-                cell_of[s, version] = len(storage)
-                writes[op.index].append(len(storage))
-                storage.append(s)
+                writes[op.index].append(len(cell_of))
+                cell_of[s, version] = len(cell_of)
                 writer.append(op.index)
+    storage = [s for s, _ in cell_of]
     last_version = dict(cell_of.keys())
-    can_keep = [False] * len(storage)
-    for (s, version), cell in cell_of.items():
-        can_keep[cell] = last_version[s] == version
+    can_keep = [last_version[s] == version for s, version in cell_of]
     last_use, needs = _uses(graph, storage, reads, writer)
     reads = [[cell_of[r] for r in flow.copy_reads[op.index] if r in cell_of] for op in graph.ops]
     writes = [
@@ -176,19 +171,15 @@ def _uses(
 
     The gap starts with the first read by an op that is not of the forward pass.
     """
-    last_of_storage: dict[int, int] = {}
+    last_use = dict(zip(storage, writer, strict=True))  # writers ascend
     needs: list[list[int]] = [[] for _ in storage]
     for op in graph.ops:
         for cell in reads[op.index]:
             if needs[cell] or not op.phase.is_forward:
                 needs[cell].append(op.index)
             else:
-                last_of_storage[storage[cell]] = op.index
-    last = [max(last_of_storage.get(s, -1), writer[cell]) for cell, s in enumerate(storage)]
-    final: dict[int, int] = {}
-    for cell, s in enumerate(storage):
-        final[s] = max(final.get(s, -1), last[cell])
-    return [final[s] for s in storage], needs
+                last_use[storage[cell]] = max(last_use[storage[cell]], op.index)
+    return [last_use[s] for s in storage], needs
 
 
 def _must_keep(

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from rekindle.core.cost.profile import Profile
 from rekindle.core.cost.roofline import bytes_moved
-from rekindle.core.graph.graph import Op, Phase, Role, StepGraph, Value
-from rekindle.core.graph.op_names import op_name
+from rekindle.core.graph.graph import Op, Phase, Role, StepGraph, Value, op_name
 from rekindle.core.graph.schedule import Plan
 from rekindle.core.graph.simulate import ROLES, Trace, simulate
 from rekindle.report.names import pattern_of, source_line

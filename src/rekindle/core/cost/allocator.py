@@ -23,13 +23,6 @@ def allocated_bytes(requested_bytes: NDArray[np.int64], allocator: str) -> NDArr
     CUDA's caching allocator rounds up to 512; a large request gets a whole segment of 2 MiB pages,
     unless more than 1 MiB of it would remain. In one arena, as for CUDA graphs, every request is
     only rounded up to 512.
-
-    >>> [int(n) for n in allocated_bytes(np.array([1, 512, 11 * _MIB, 12 * _MIB - 1]), "cuda")]
-    [512, 512, 12582912, 12582912]
-    >>> [int(n) for n in allocated_bytes(np.array([1, 512, 11 * _MIB, 12 * _MIB - 1]), "arena")]
-    [512, 512, 11534336, 12582912]
-    >>> [int(n) for n in allocated_bytes(np.array([1, 513]), "exact")]
-    [1, 513]
     """
     if allocator == "exact":
         return requested_bytes

@@ -64,14 +64,11 @@ class Growth:
         """The profile of the step at another batch size, from profiles measured at both."""
         costs = [
             OpCost(
-                time_us=max(self._line(x.time_us, y.time_us, batch), 0.0),
-                workspace_bytes=max(
-                    round(self._line(x.workspace_bytes, y.workspace_bytes, batch)), 0
-                ),
-                is_measured=False,
+                time_us=self._line(x.time_us, y.time_us, batch),
+                workspace_bytes=round(self._line(x.workspace_bytes, y.workspace_bytes, batch)),
                 copy_us=None
                 if x.copy_us is None or y.copy_us is None
-                else max(self._line(x.copy_us, y.copy_us, batch), 0.0),
+                else self._line(x.copy_us, y.copy_us, batch),
             )
             for x, y in zip(small.costs, large.costs, strict=True)
         ]
@@ -85,7 +82,7 @@ class Growth:
 
     def _line(self, small: float, large: float, batch: int) -> float:
         step = (large - small) / (self.large.batch - self.small.batch)
-        return large + step * (batch - self.large.batch)
+        return max(large + step * (batch - self.large.batch), 0.0)
 
     def _between(self, small: int, large: int, batch: int) -> int:
         """An integer that grows linearly with the batch, at another batch size."""

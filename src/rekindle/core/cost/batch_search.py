@@ -77,9 +77,6 @@ def largest_within(
     """The largest batch whose peak is within a budget, to the relative precision `close`; or 0.
 
     Peaks grow almost linearly, so this is the secant method, with a bisection now and then.
-
-    >>> largest_within(lambda batch: 100 + 7 * batch, 1000, start=16, close=0.005)
-    128
     """
     last = (1, peak_bytes(1))
     if last[1] > budget_bytes:
@@ -135,16 +132,11 @@ def close_in(plan: Callable[[int], Fit | None], between: Between, close: float) 
 
 
 def climb(can: Callable[[int], Fit | None], start: Fit, most: int, close: float) -> Fit:
-    """The largest feasible batch up to `most`, to the relative precision `close`.
-
-    >>> climb(lambda n: Fit(n, 0, 1.0) if n <= 130 else None, Fit(100, 0, 1.0), 400, 0.02).batch
-    130
-    """
-    best, high, tried = start, most + 1, start.batch
+    """The largest feasible batch up to `most`, to the relative precision `close`."""
+    best, high = start, most + 1
     while high - best.batch > _step(best.batch, close):
-        is_open = high > most
         up = min(int(best.batch * _CLIMB_RATIO) + 1, most)
-        tried = up if is_open else (best.batch + high) // 2
+        tried = up if high > most else (best.batch + high) // 2
         found = can(tried)
         if found is None:
             high = tried

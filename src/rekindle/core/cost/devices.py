@@ -38,25 +38,11 @@ class Device:
 
 
 def _gpu(
-    name: str,
-    gib: float,
-    tb_per_s: float,
-    float32: float,
-    tf32: float,
-    half: float,
-    *,
-    host_gb_per_s: float = 24,
-    overhead_mib: int = 10,
+    name: str, gib: int, *tera_per_s: float, host_gb_per_s: float = 24, overhead_mib: int = 10
 ) -> Device:
+    bandwidth, float32, tf32, half = (rate * 1e6 for rate in tera_per_s)
     return Device(
-        name=name,
-        memory_bytes=int(gib * GIB),
-        bandwidth_bytes_per_us=tb_per_s * 1e6,
-        float32_flops_per_us=float32 * 1e6,
-        tf32_flops_per_us=tf32 * 1e6,
-        half_flops_per_us=half * 1e6,
-        host_bytes_per_us=host_gb_per_s * 1e3,
-        overhead_bytes=overhead_mib * MIB,
+        name, gib * GIB, bandwidth, float32, tf32, half, host_gb_per_s * 1e3, overhead_mib * MIB
     )
 
 
@@ -82,11 +68,6 @@ _TABLE = (
 DEVICES = {device.name: device for device in _TABLE}
 
 
-def known_devices() -> tuple[str, ...]:
-    """The names of all known GPUs."""
-    return tuple(DEVICES)
-
-
 def add_device(device: Device) -> None:
     """Make a GPU known by its name, or replace one.
 
@@ -100,17 +81,14 @@ def add_device(device: Device) -> None:
 
 
 def find_device(name: str) -> Device:
-    """The GPU of that name, case-insensitive, or of a longer name as CUDA reports it.
-
-    >>> find_device("NVIDIA A100-SXM4-80GB").name, find_device("rtx4090").name
-    ('A100-80GB', 'RTX 4090')
-    """
+    """The GPU of that name, case-insensitive, or of a longer name as CUDA reports it."""
     for device in DEVICES.values():
         if _squeezed(device.name) == _squeezed(name):
             return device
-    fits = [device for device in DEVICES.values() if _words(device.name) <= _words(name)]
+    given = set(_words(name))
+    fits = [device for device in DEVICES.values() if given.issuperset(_words(device.name))]
     if fits:
-        return max(fits, key=lambda device: len(_words(device.name)))
+        return max(fits, key=lambda device: len(set(_words(device.name))))
     close = [known for known in DEVICES if _squeezed(known).startswith(_squeezed(name))]
     close = close or difflib.get_close_matches(name, DEVICES, n=1, cutoff=0.5)
     hint = f" Did you mean {close[0]!r}?" if close else ""
@@ -120,11 +98,10 @@ def find_device(name: str) -> Device:
     )
 
 
-def _words(name: str) -> set[str]:
-    return set(name.lower().replace("-", " ").replace("_", " ").split())
+def _words(name: str) -> list[str]:
+    return name.lower().replace("-", " ").replace("_", " ").split()
 
 
 def _squeezed(name: str) -> str:
     vendors = ("nvidia", "geforce", "tesla", "quadro")
-    words = name.lower().replace("-", " ").replace("_", " ").split()
-    return "".join(word for word in words if word not in vendors)
+    return "".join(word for word in _words(name) if word not in vendors)

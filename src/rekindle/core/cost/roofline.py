@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from rekindle.core.cost.devices import Device
 from rekindle.core.cost.profile import OpCost, Profile
-from rekindle.core.graph.graph import Op, StepGraph, Value
-from rekindle.core.graph.op_names import nbytes_of, op_name
+from rekindle.core.graph.graph import Op, StepGraph, Value, nbytes_of, op_name
 
 
 class OpRoofline(NamedTuple):

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from rekindle.core.graph.graph import Op, OpKind, Phase, StepGraph
 
+Pairs = tuple[tuple[int, int], ...]  # of a storage and its version
+
 # Batch norms in training mode normalise by the batch's own mean and variance: their results do not
 # depend on the running statistics they update, and a recomputation does not update them.
 STATE_FREE = frozenset(
@@ -34,11 +36,11 @@ class Dataflow:
     be recomputed; None if it may. `last_version` is each storage's version at the step's end.
     """
 
-    reads: tuple[tuple[tuple[int, int], ...], ...]
+    reads: tuple[Pairs, ...]
     makes: tuple[tuple[int, ...], ...]
     mutates: tuple[tuple[int, ...], ...]
     copy_inputs: tuple[tuple[int, ...], ...]
-    copy_reads: tuple[tuple[tuple[int, int], ...], ...]
+    copy_reads: tuple[Pairs, ...]
     copy_makes: tuple[tuple[int, ...], ...]
     refusals: tuple[str | None, ...]
     last_version: tuple[int, ...]
@@ -62,6 +64,7 @@ def _dataflow(graph: StepGraph) -> Dataflow:
     storage_of = [value.storage for value in graph.values]
     entered = {value.storage for value in graph.values if value.producer is None}
     version = [0] * len(graph.storages)
+    settled = dict.fromkeys(entered, 0)  # what entered the step: its version before the optimizer
     reads, makes, mutates = [], [], []
     copy_inputs, copy_reads, copy_makes = [], [], []
     for op in graph.ops:
@@ -75,6 +78,8 @@ def _dataflow(graph: StepGraph) -> Dataflow:
         changed = [s for s in dict.fromkeys(storage_of[v] for v in op.mutates) if s not in made]
         for s in (*made, *changed):
             version[s] += 1
+            if s in settled and op.phase is not Phase.OPTIMIZER:
+                settled[s] += 1
         makes.append(tuple(made))
         mutates.append(tuple(changed))
         copy_inputs.append(_copy_inputs(graph, op, entered))
@@ -82,10 +87,8 @@ def _dataflow(graph: StepGraph) -> Dataflow:
         before = dict(reads[-1])
         copy_reads.append(tuple((s, before.get(s, version[s])) for s in touched))
         copy_makes.append(tuple(made if not op.copy_target else [storage_of[op.outputs[0]]]))
-    settled = _versions_before_the_update(graph, mutates, entered)
     refusals = [
-        _refusal(graph, op, reads[op.index], mutates[op.index], entered, settled)
-        for op in graph.ops
+        _refusal(graph, op, reads[op.index], mutates[op.index], settled) for op in graph.ops
     ]
     return Dataflow(
         reads=tuple(reads),
@@ -107,26 +110,8 @@ def _copy_inputs(graph: StepGraph, op: Op, entered: set[int]) -> tuple[int, ...]
     return (*inputs, *op.outputs[1:]) if op.copy_target else tuple(inputs)
 
 
-def _versions_before_the_update(
-    graph: StepGraph, mutates: list[tuple[int, ...]], entered: set[int]
-) -> dict[int, int]:
-    """The version of each storage that entered the step, during the backward pass."""
-    versions = dict.fromkeys(entered, 0)
-    for op in graph.ops:
-        if op.phase is not Phase.OPTIMIZER:
-            for storage in mutates[op.index]:
-                if storage in versions:
-                    versions[storage] += 1
-    return versions
-
-
 def _refusal(
-    graph: StepGraph,
-    op: Op,
-    reads: tuple[tuple[int, int], ...],
-    mutates: tuple[int, ...],
-    entered: set[int],
-    settled: dict[int, int],
+    graph: StepGraph, op: Op, reads: Pairs, mutates: tuple[int, ...], settled: dict[int, int]
 ) -> str | None:
     if op.is_view:
         return None
@@ -136,10 +121,10 @@ def _refusal(
         return "reads or sets a random generator's state"
     if not op.phase.is_forward:
         return f"is an op of the {op.phase.value} pass"
-    state = entered.intersection(mutates)
+    state = settled.keys() & mutates
     if state and not (is_state_free(op) and op.outputs):
         return f"changes state ({graph.storage_name(min(state))})"
     for storage, version in reads:
-        if storage in entered and storage not in state and version != settled[storage]:
+        if storage in settled and storage not in state and version != settled[storage]:
             return f"reads state that changes later ({graph.storage_name(storage)})"
     return None

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -19,6 +20,24 @@ from numpy.typing import NDArray
 
 from rekindle.core.notebook import html_table, one_line
 from rekindle.units import format_bytes, format_count
+
+ITEM_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "complex64": 8,
+    "complex128": 16,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint64": 8,
+    "uint32": 4,
+    "uint16": 2,
+    "uint8": 1,
+    "bool": 1,
+}
 
 
 class Phase(Enum):
@@ -232,3 +251,51 @@ class StepGraph:
 
     __repr__ = one_line
     _repr_html_ = html_table
+
+
+def op_name(op: Op) -> str:
+    """An operator's name without its library and overload: "mm" for "aten.mm.default"."""
+    parts = op.target.split(".")
+    return parts[1] if len(parts) > 1 else op.target
+
+
+def nbytes_of(value: Value) -> int:
+    """The bytes of a tensor's elements."""
+    return math.prod(value.shape) * ITEM_BYTES.get(value.dtype, 4)
+
+
+def assign_roles(
+    n_storages: int,
+    ops: Sequence[Op],
+    values: Sequence[Value],
+    *,
+    known: Mapping[int, Role],
+    grads: Collection[int],
+    outputs: Collection[int],
+) -> list[Role]:
+    """The role of each storage; `known`, `grads` and `outputs` are storages the capture can name.
+
+    An *activation* is made in the forward pass and read in the backward pass: Rekindle may drop it.
+    The backward pass makes weight gradients and the activation gradients that lead to them.
+    """
+    made_in: dict[int, Phase] = {}
+    read_in_backward: set[int] = set()
+    for op in ops:
+        for value in (*op.outputs, *op.mutates):
+            made_in.setdefault(values[value].storage, op.phase)
+        if op.phase is Phase.BACKWARD:
+            read_in_backward.update(values[v].storage for v in op.inputs)
+
+    def role(storage: int) -> Role:
+        if storage in known:
+            return known[storage]
+        if storage in grads:
+            return Role.GRAD
+        if storage in outputs:
+            return Role.OUTPUT
+        phase = made_in.get(storage)
+        if phase and phase.is_forward and storage in read_in_backward:
+            return Role.ACTIVATION
+        return Role.GRAD_MAP if phase is Phase.BACKWARD else Role.TEMP
+
+    return [role(storage) for storage in range(n_storages)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
@@ -158,11 +159,9 @@ def _update_ends(graph: StepGraph) -> list[int]:
 
     For an optimizer op, the last of its run of optimizer ops; otherwise the step's last one.
     """
-    is_update = [op.phase is Phase.OPTIMIZER for op in graph.ops]
-    last = max((index for index, each in enumerate(is_update) if each), default=-1)
-    ends = [max(index, last) for index in range(len(is_update))]
-    for index in range(len(is_update) - 1, -1, -1):
-        if is_update[index]:
-            follows = index + 1 < len(is_update) and is_update[index + 1]
-            ends[index] = ends[index + 1] if follows else index
+    last = max((op.index for op in graph.ops if op.phase is Phase.OPTIMIZER), default=-1)
+    ends: list[int] = []
+    for is_update, run in groupby(graph.ops, key=lambda op: op.phase is Phase.OPTIMIZER):
+        indices = [op.index for op in run]
+        ends += [indices[-1] if is_update else max(index, last) for index in indices]
     return ends

@@ -185,7 +185,9 @@ class _Checker:
         self.last_random = -1
 
     def compute(self, index: int, copy: int) -> ResolvedCompute:
-        op = self._op(index)
+        if not 0 <= index < len(self.graph.ops):
+            raise InvalidSchedule(f"op {index}", f"does not exist: there are {len(self.graph.ops)}")
+        op = self.graph.ops[index]
         if (op.index, copy) in self.done:
             raise InvalidSchedule(op.name, "runs twice as the same copy")
         self.done.add((op.index, copy))
@@ -264,8 +266,3 @@ class _Checker:
             if fits and value in found.values:
                 return found
         raise InvalidSchedule(op.name, f"reads {self.graph.values[value].name}, which is not live")
-
-    def _op(self, index: int) -> Op:
-        if not 0 <= index < len(self.graph.ops):
-            raise InvalidSchedule(f"op {index}", f"does not exist: there are {len(self.graph.ops)}")
-        return self.graph.ops[index]

@@ -157,8 +157,7 @@ def save_profile(path: Path, graph: StepGraph, profile: Profile, about: dict[str
 def load_profile(path: Path) -> SavedProfile:
     """Read what `save_profile` wrote; a damaged or unrelated file raises ProfileError."""
     how = "rekindle profile MODEL --save FILE"
-    with _reading(path, "profile", ProfileError, how):
-        data = _read(path, "profile", ProfileError, how)
+    with _read(path, "profile", ProfileError, how) as data:
         graph = graph_from_json(data["graph"])
         profile = profile_from_json(data["profile"])
         if profile.fingerprint != graph.fingerprint or len(profile.costs) != len(graph.ops):
@@ -210,34 +209,30 @@ def save_plan(path: str | Path, plan: Plan) -> None:
 def load_plan(path: str | Path) -> Plan:
     """Read what `save_plan` wrote; `Plan.check(graph)` raises if it is for another graph."""
     path, how = Path(path), "rekindle plan MODEL --budget B --save FILE"
-    with _reading(path, "plan", PlanError, how):
-        return plan_from_json(_read(path, "plan", PlanError, how)["plan"])
+    with _read(path, "plan", PlanError, how) as data:
+        return plan_from_json(data["plan"])
 
 
 @contextmanager
-def _reading(path: Path, what: str, error: type[RekindleError], how: str) -> Iterator[None]:
-    """Turn the exceptions of a missing or damaged file into an error that says how to save it."""
+def _read(path: Path, what: str, error: type[RekindleError], how: str) -> Iterator[dict[str, Any]]:
+    """The content of a file; if it is missing or damaged, the error says how to save it."""
     try:
-        yield
+        content = path.read_bytes()
+        if content.startswith(_GZIP_MAGIC):
+            content = gzip.decompress(content)
+        data: dict[str, Any] = json.loads(content.decode())
+        if data["schema"] != SCHEMA:
+            raise error(
+                f"{path} has schema {data['schema']}, and this version reads {SCHEMA}: "
+                f"save the {what} again with {how}."
+            )
+        yield data
     except FileNotFoundError:
         raise error(f"there is no file {path}") from None
     except (OSError, EOFError, ValueError, KeyError, TypeError, IndexError, zlib.error) as cause:
         raise error(
             f"{path} is not a saved {what}, or is damaged ({cause}): save it again with {how}."
         ) from cause
-
-
-def _read(path: Path, what: str, error: type[RekindleError], how: str) -> dict[str, Any]:
-    content = path.read_bytes()
-    if content.startswith(_GZIP_MAGIC):
-        content = gzip.decompress(content)
-    data: dict[str, Any] = json.loads(content.decode())
-    if data["schema"] != SCHEMA:
-        raise error(
-            f"{path} has schema {data['schema']}, and this version reads {SCHEMA}: "
-            f"save the {what} again with {how}."
-        )
-    return data
 
 
 def _rest(copy_target: int | None, op: Op) -> list[Any]:

@@ -142,10 +142,9 @@ def _replay(graph: StepGraph, plan: Plan, liveness: Liveness) -> tuple[Ints, Int
     flow, n_ops = dataflow(graph), len(graph.ops)
     ops: list[int] = []
     copies: list[int] = []
-    storages = [int(s) for s in np.flatnonzero(liveness.is_resident & (liveness.death >= 0))]
-    starts = [0] * len(storages)
-    ends = [-1] * len(storages)  # -1: to the end of the step
-    living: dict[tuple[int, int], int] = {}
+    resident = np.flatnonzero(liveness.is_resident & (liveness.death >= 0)).tolist()
+    lives = [[storage, 0, -1] for storage in resident]  # storage, start, end; -1: the step's end
+    living: dict[tuple[int, int], list[int]] = {}
     for instruction in plan.schedule:
         copy = instruction.copy
         if isinstance(instruction, Compute):
@@ -153,10 +152,8 @@ def _replay(graph: StepGraph, plan: Plan, liveness: Liveness) -> tuple[Ints, Int
             if not 0 <= op < n_ops:
                 raise InvalidSchedule(f"op {op}", f"does not exist: there are {n_ops}")
             for storage in flow.copy_makes[op] if copy else flow.makes[op]:
-                living[storage, copy] = len(storages)
-                storages.append(storage)
-                starts.append(len(ops))
-                ends.append(-1)
+                living[storage, copy] = [storage, len(ops), -1]
+                lives.append(living[storage, copy])
             ops.append(op)
             copies.append(copy)
         else:
@@ -164,14 +161,10 @@ def _replay(graph: StepGraph, plan: Plan, liveness: Liveness) -> tuple[Ints, Int
             if found is None:
                 name = f"storage {instruction.storage} (copy {copy})"
                 raise InvalidSchedule(name, "is freed, but is not live")
-            ends[found] = len(ops) - 1
-    end = np.array(ends, dtype=np.int64)
-    lives = Lives(
-        np.array(storages, dtype=np.int64),
-        np.array(starts, dtype=np.int64),
-        np.where(end < 0, len(ops) - 1, end),
-    )
-    return np.array(ops, dtype=np.int64), np.array(copies, dtype=np.int64), lives
+            found[2] = len(ops) - 1
+    storages, starts, ends = np.array(lives, dtype=np.int64).reshape(-1, 3).T
+    all_lives = Lives(storages, starts, np.where(ends < 0, len(ops) - 1, ends))
+    return np.array(ops, dtype=np.int64), np.array(copies, dtype=np.int64), all_lives
 
 
 def _by_role(graph: StepGraph, lives: Lives, sizes: Ints, n_positions: int) -> Ints:

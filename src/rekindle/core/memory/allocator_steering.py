@@ -7,11 +7,7 @@ merges with adjacent holes. (Requests of up to 1 MiB come from other segments.)
 
 So all free memory is filled with **plugs**, unused blocks. Before an op runs, holes of exactly the
 sizes of its requests are opened at their planned addresses, and one more, the largest plug, for
-unforeseen requests. If a planned address is not free, the best-fitting hole is opened instead, and
-the actual addresses are recorded.
-
-`plan_arena` runs the step against a model of the allocator, so that the size of the arena is known
-before anything runs.
+unforeseen requests. If a planned address is not free, the best-fitting hole is opened instead.
 """
 
 from __future__ import annotations
@@ -98,11 +94,17 @@ class Arena:
     def place(self, address: int, nbytes: int) -> bool:
         """Record a block allocated at this address; False if there was no hole."""
         size = rounded(nbytes)
-        for hole, hole_bytes in self.holes.items():
-            if hole <= address and address + size <= hole + hole_bytes:
-                self._take(address, size, hole)
-                return True
-        return False
+        hole = self.hole_around(address, size)
+        if hole is not None:
+            self._take(address, size, hole)
+        return hole is not None
+
+    def hole_around(self, address: int, size: int) -> int | None:
+        """The address of the hole that contains so many bytes at an address."""
+        for hole, nbytes in self.holes.items():
+            if hole <= address and address + size <= hole + nbytes:
+                return hole
+        return None
 
     def has(self, address: int) -> bool:
         """True if an address is in one of the segments."""
@@ -275,10 +277,10 @@ class Steering:
         return address
 
     def _hole_around(self, address: int, size: int) -> tuple[int, int]:
-        for hole, nbytes in self.model.holes.items():
-            if hole <= address and address + size <= hole + nbytes:
-                return hole, hole + nbytes
-        raise Mismatch(f"there is no hole of {size} bytes at {address}")
+        hole = self.model.hole_around(address, size)
+        if hole is None:
+            raise Mismatch(f"there is no hole of {size} bytes at {address}")
+        return hole, hole + self.model.holes[hole]
 
     def _adjacent_plugs(self, low: int, end: int, address: int, size: int) -> set[int]:
         """The plugs adjacent to a hole where the remainder is too small for a plug of its own."""

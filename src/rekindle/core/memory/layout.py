@@ -1,16 +1,13 @@
 """A static address for every storage that a step makes, as in register allocation.
 
-Three ideas; the last two can be turned off to measure them. **Reference counts**: a storage is dead
-when its last use has run. **In place**: an op that is the last to read an input may write its
-result over it, if its operator can (`Op.may_overwrite`). **Sharing**: storages whose lifetimes do
-not overlap take the same memory.
-
+**In place**: an op that is the last to read an input may write its result over it, if its operator
+can (`Op.may_overwrite`). **Sharing**: storages whose lifetimes do not overlap take the same memory.
 Resident storages (parameters, optimizer state, the batch) already have an address.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -106,7 +103,10 @@ def _laid_out(
     graph: StepGraph, plan: Plan | None, in_place: bool, sharing: bool, roles: Collection[Role]
 ) -> Layout:
     walk = _Walk(graph, plan, in_place, roles)
-    start, end, nbytes, chain = walk.arrays()
+    start, end, roots = np.array(list(walk.pieces.values()), dtype=np.int64).reshape(-1, 3).T
+    storage, copy = np.array(list(walk.pieces), dtype=np.int64).reshape(-1, 2).T
+    nbytes = -(-graph.sizes_bytes[storage] // ALIGNMENT) * ALIGNMENT
+    _, chain = np.unique(roots, return_inverse=True)
     n_chains = int(chain.max(initial=-1)) + 1
     chain_start = np.full(n_chains, np.iinfo(np.int64).max)
     chain_end = np.zeros(n_chains, dtype=np.int64)
@@ -119,8 +119,8 @@ def _laid_out(
     else:
         offsets = np.cumsum(chain_bytes) - chain_bytes
     return Layout(
-        storage=np.array([piece.storage for piece in walk.pieces], dtype=np.int64),
-        copy=np.array([piece.copy for piece in walk.pieces], dtype=np.int64),
+        storage=storage,
+        copy=copy,
         start=start,
         end=end,
         nbytes=nbytes,
@@ -133,7 +133,10 @@ def _laid_out(
 
 
 class _Walk:
-    """One pass over a schedule: the lifetime of every piece, and which ops write over inputs."""
+    """One pass over a schedule: the lifetime of every piece, and which ops write over inputs.
+
+    `pieces` have a start, an end and a chain each; the pieces of a chain share one address.
+    """
 
     def __init__(
         self, graph: StepGraph, plan: Plan | None, in_place: bool, roles: Collection[Role]
@@ -142,42 +145,23 @@ class _Walk:
         self.flow = dataflow(graph)
         self.stays = analyze(graph).is_resident
         self.left_out = {s.index for s in graph.storages if s.role not in roles}
-        self.pieces: list[Piece] = []
+        self.pieces: dict[Piece, list[int]] = {}
+        groups = _grouped(resolve(graph, schedule_of(graph, plan)))
+        self.last = len(groups) - 1
         self.reuses: list[Reuse] = []
         self.refusals: dict[int, str] = {}
-        self._index: dict[Piece, int] = {}
-        self._start: list[int] = []
-        self._end: list[int] = []
-        self._chain: list[int] = []
-        position = -1
-        for run, freed in _grouped(resolve(graph, schedule_of(graph, plan))):
-            position += 1
+        for position, (run, freed) in enumerate(groups):
             self._make(run, position)
             if in_place:
                 self._reuse(run, position, freed)
             for piece in freed:
                 if piece.storage not in self.left_out:
-                    self._end[self._index[piece]] = position
-        self._end = [position if end < 0 else end for end in self._end]
-
-    def arrays(self) -> tuple[Ints, Ints, Ints, Ints]:
-        """Start, end, bytes and chain of each piece; the pieces of a chain share one address."""
-        sizes = [self.graph.storages[piece.storage].nbytes for piece in self.pieces]
-        nbytes = -(-np.array(sizes, dtype=np.int64) // ALIGNMENT) * ALIGNMENT
-        roots = np.array(self._chain, dtype=np.int64)
-        _, chain = np.unique(roots, return_inverse=True)
-        return np.array(self._start, np.int64), np.array(self._end, np.int64), nbytes, chain
+                    self.pieces[piece][1] = position
 
     def _make(self, run: ResolvedCompute, position: int) -> None:
         for storage in self._made(run):
-            if storage in self.left_out:
-                continue
-            piece = Piece(storage, run.copy)
-            self._index[piece] = len(self.pieces)
-            self._chain.append(len(self.pieces))
-            self.pieces.append(piece)
-            self._start.append(position)
-            self._end.append(-1)
+            if storage not in self.left_out:
+                self.pieces[Piece(storage, run.copy)] = [position, self.last, len(self.pieces)]
 
     def _made(self, run: ResolvedCompute) -> list[int]:
         makes = self.flow.copy_makes if run.copy else self.flow.makes
@@ -194,9 +178,9 @@ class _Walk:
             result = Piece(made[0], run.copy)
             for value in op.may_overwrite:
                 over = Piece(self.graph.values[value].storage, run.copies[value])
-                if over in freed and over in self._index:
+                if over in freed and over in self.pieces:
                     self.reuses.append(Reuse(position, op.index, over, result))
-                    self._chain[self._index[result]] = self._chain[self._index[over]]
+                    self.pieces[result][2] = self.pieces[over][2]
                     return
                 reason = f"{self.graph.values[value].name} {self._why_not(over.storage)}"
         if not run.copy:
@@ -220,17 +204,13 @@ class _Walk:
 
 
 def _grouped(
-    steps: Iterator[ResolvedCompute | Free],
-) -> Iterator[tuple[ResolvedCompute, set[Piece]]]:
+    steps: Iterable[ResolvedCompute | Free],
+) -> list[tuple[ResolvedCompute, set[Piece]]]:
     """Each op that runs, with the pieces freed right after it."""
-    run: ResolvedCompute | None = None
-    freed: set[Piece] = set()
+    groups: list[tuple[ResolvedCompute, set[Piece]]] = []
     for step in steps:
-        if isinstance(step, Free):
-            freed.add(Piece(step.storage, step.copy))
-            continue
-        if run is not None:
-            yield run, freed
-        run, freed = step, set()
-    if run is not None:
-        yield run, freed
+        if isinstance(step, Free):  # never before the first op: nothing is live
+            groups[-1][1].add(Piece(step.storage, step.copy))
+        else:
+            groups.append((step, set()))
+    return groups

@@ -6,6 +6,7 @@ It shares no code with `layout`: the schedule says when each piece is live, the 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from itertools import takewhile
 
 from rekindle.core.graph.dataflow import dataflow
 from rekindle.core.graph.graph import StepGraph
@@ -81,12 +82,8 @@ class _Memory:
         first = bisect_left(self.live, (start,))
         if first and self.live[first - 1][1] > start:
             first -= 1
-        found = []
-        for low, _, piece in self.live[first:]:
-            if low >= end:
-                break
-            found.append(piece)
-        return found
+        within = takewhile(lambda live: live[0] < end, self.live[first:])
+        return [piece for _, _, piece in within]
 
     def _may_overwrite(self, run: ResolvedCompute, piece: Piece, other: Piece) -> bool:
         op = self.graph.ops[run.op]

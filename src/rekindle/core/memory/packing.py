@@ -20,21 +20,13 @@ _INFINITE_BYTES = np.iinfo(np.int64).max
 
 
 def least_bytes(start: Ints, end: Ints, nbytes: Ints) -> int:
-    """The most bytes live at one moment, a lower bound on the arena. Ends are inclusive.
-
-    >>> least_bytes(np.array([0, 1, 3]), np.array([1, 2, 4]), np.array([4, 2, 5]))
-    6
-    """
+    """The most bytes live at one moment, a lower bound on the arena. Ends are inclusive."""
     n_positions = int(end.max(initial=-1)) + 1
     return int(live_bytes(start, end, nbytes, n_positions).max(initial=0))
 
 
 def pack(start: Ints, end: Ints, nbytes: Ints) -> Ints:
-    """An offset for every block, in the smallest arena of a limited number of attempts.
-
-    >>> pack(np.array([0, 1, 3]), np.array([1, 2, 4]), np.array([4, 2, 5])).tolist()
-    [0, 4, 0]
-    """
+    """An offset for every block, in the smallest arena of a limited number of attempts."""
     n, bound = len(start), least_bytes(start, end, nbytes)
     best, height = np.zeros(n, dtype=np.int64), _INFINITE_BYTES
     urgency = np.zeros(n, dtype=np.int64)

@@ -121,13 +121,10 @@ class _Order:
 
 def _in_order(graph: StepGraph, ops: Sequence[Op]) -> StepGraph:
     """The same graph with its ops in another order."""
-    place = {op.index: index for index, op in enumerate(ops)}
+    producer = {value: index for index, op in enumerate(ops) for value in op.outputs}
     return StepGraph(
         ops=tuple(replace(op, index=index) for index, op in enumerate(ops)),
-        values=tuple(
-            replace(value, producer=None if value.producer is None else place[value.producer])
-            for value in graph.values
-        ),
+        values=tuple(replace(v, producer=producer.get(v.index)) for v in graph.values),
         storages=graph.storages,
         outputs=graph.outputs,
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
+from graphlib import TopologicalSorter
 
 
 class Groups:
@@ -89,11 +90,7 @@ class Groups:
 
 
 def needed_by(needs: Sequence[Iterable[int]], op: int) -> set[int]:
-    """The transitive dependencies of an op.
-
-    >>> sorted(needed_by([[], [0], [], [1]], 3))
-    [0, 1]
-    """
+    """The transitive dependencies of an op."""
     found: set[int] = set()
     stack = list(needs[op])
     while stack:
@@ -105,23 +102,14 @@ def needed_by(needs: Sequence[Iterable[int]], op: int) -> set[int]:
 
 
 def topological_order(needs: Sequence[Iterable[int]]) -> list[int]:
-    """A topological order of all ops, as close to their own order as possible.
-
-    >>> topological_order([[2], [], []])
-    [1, 2, 0]
-    """
-    waits = [set(each) for each in needs]
-    after: list[list[int]] = [[] for _ in needs]
-    for op, each in enumerate(waits):
-        for needed in each:
-            after[needed].append(op)
-    ready = [op for op, each in enumerate(waits) if not each]  # sorted, so a heap
+    """A topological order of all ops, as close to their own order as possible."""
+    sorter = TopologicalSorter(dict(enumerate(needs)))
+    sorter.prepare()
+    ready = sorted(sorter.get_ready())  # a heap
     found: list[int] = []
     while ready:
-        op = heapq.heappop(ready)
-        found.append(op)
-        for follower in after[op]:
-            waits[follower].discard(op)
-            if not waits[follower]:
-                heapq.heappush(ready, follower)
+        found.append(heapq.heappop(ready))
+        sorter.done(found[-1])
+        for op in sorter.get_ready():
+            heapq.heappush(ready, op)
     return found

@@ -2,10 +2,8 @@
 
 Foreach: small ops of one kind whose results are not needed at once become one multi-tensor call.
 In place: an element-wise op of the backward pass writes its result over an input that dies.
-Early updates: each parameter is updated right after its gradient is complete, which is freed then,
-instead of at the end of the step, when all gradients are live.
-
-The result is an ordinary graph. Storages and names of ops stay the same, so that costs carry over.
+Early updates: each parameter is updated right after its gradient is complete, which is freed then.
+Storages and names of ops stay the same, so that costs carry over.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import numpy as np
 
 from rekindle.core.cost.profile import OpCost, Profile
 from rekindle.core.graph.graph import Op, OpKind, Phase, Role, StepGraph, Storage
-from rekindle.core.graph.liveness import analyze
+from rekindle.core.graph.liveness import analyze, live_bytes
 
 MAX_UPDATES = 16  # optimizer calls per step: each costs a few launches
 _FIXED_WORKSPACE_BYTES = 64  # part of an optimizer's workspace that does not grow with parameters
@@ -60,9 +58,7 @@ def batch_small_ops(graph: StepGraph, kinds: Iterable[Sequence[int]]) -> StepGra
         elif op.index not in members:
             found.append(replace(op, index=len(found)))
     producer = {value: op.index for op in found for value in op.outputs}
-    values = tuple(
-        replace(v, producer=None if v.producer is None else producer[v.index]) for v in graph.values
-    )
+    values = tuple(replace(v, producer=producer.get(v.index)) for v in graph.values)
     shift = len(found) - len(graph.ops)  # of the optimizer's ops, which come last
     storages = tuple(
         replace(storage, held_until=max(held + shift, -1))
@@ -229,15 +225,12 @@ def _places(graph: StepGraph, updates: Sequence[Update], gone: set[int]) -> list
 def _with_updates(graph: StepGraph, groups: dict[int, list[Update]], gone: set[int]) -> StepGraph:
     """The graph without some ops, and with updates after others; values and ops are renumbered."""
     lost = {value for op in graph.ops if op.index in gone for value in op.outputs}
-    number = {
-        old: new for new, old in enumerate(v.index for v in graph.values if v.index not in lost)
-    }
+    left = [value for value in graph.values if value.index not in lost]
+    number = {value.index: new for new, value in enumerate(left)}
     ops: list[Op] = []
-    place: dict[int, int] = {}  # an op's old index -> its new one
     n_updates = 0
     for op in graph.ops:
         if op.index not in gone:
-            place[op.index] = len(ops)
             ops.append(
                 replace(
                     op,
@@ -251,15 +244,8 @@ def _with_updates(graph: StepGraph, groups: dict[int, list[Update]], gone: set[i
         if op.index in groups:
             ops.append(_update(len(ops), n_updates, groups[op.index], number))
             n_updates += 1
-    values = tuple(
-        replace(
-            value,
-            index=number[value.index],
-            producer=None if value.producer is None else place[value.producer],
-        )
-        for value in graph.values
-        if value.index not in lost
-    )
+    producer = {value: op.index for op in ops for value in op.outputs}
+    values = tuple(replace(v, index=new, producer=producer.get(new)) for new, v in enumerate(left))
     outputs = tuple(number[value] for value in graph.outputs)
     storages = tuple(replace(storage, held_until=-1) for storage in graph.storages)
     return StepGraph(tuple(ops), values, storages, outputs)
@@ -337,12 +323,5 @@ def _extra_bytes(graph: StepGraph, profile: Profile, ops: Sequence[Op]) -> int:
     liveness, sizes = analyze(graph), graph.sizes_bytes
     made = {graph.values[value].storage for op in ops for value in op.outputs}
     own = np.array(sorted(made - set(np.flatnonzero(liveness.is_resident))), dtype=np.int64)
-    return max(
-        int(
-            sizes[
-                own[(liveness.birth[own] <= op.index) & (op.index <= liveness.release[own])]
-            ].sum()
-        )
-        + profile.costs[op.index].workspace_bytes
-        for op in ops
-    )
+    live = live_bytes(liveness.birth[own], liveness.release[own], sizes[own], len(graph.ops))
+    return max(int(live[op.index]) + profile.costs[op.index].workspace_bytes for op in ops)

@@ -10,17 +10,14 @@ in-place op overwrites later cannot be kept, so cuts that it crosses are avoided
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from itertools import accumulate, groupby
+from typing import NamedTuple
 
 import numpy as np
 
-from rekindle.core.cost.profile import Profile
-from rekindle.core.graph.graph import Op, StepGraph
-from rekindle.core.graph.op_names import op_name
-from rekindle.core.graph.schedule import Plan
-from rekindle.planners.finish import finish
+from rekindle.core.graph.graph import Op, op_name
 from rekindle.planners.lowering import Choices, choices, lower
-from rekindle.planners.problem import Floats, Ints, Problem, problem_of
+from rekindle.planners.problem import Floats, Ints, Problem
 
 # Numbers of segments to try, in units of √n: the best depends on the bytes that cross the cuts.
 _SEGMENT_COUNT_RATIOS = (0.5, 0.7, 1.0, 1.4, 2.0)
@@ -56,37 +53,8 @@ _EXPENSIVE = (
 )
 
 
-def plan_chen_sqrt(graph: StepGraph, profile: Profile, budget_bytes: int) -> Plan:
-    """Cut the forward pass into about √n segments, and keep only the cells that cross a cut.
-
-    Of several numbers of segments around √n, the one with the least peak is taken.
-    """
-    problem = problem_of(graph, profile)
-
-    def cost(chosen: Choices) -> tuple[int, float]:
-        lowered = lower(problem, chosen)
-        return lowered.peak_bytes, lowered.recompute_us
-
-    chosen = min(sqrt_choices(problem), key=cost)
-    return finish(problem, chosen, planner="chen-sqrt", budget_bytes=budget_bytes)
-
-
-def plan_chen_recursive(graph: StepGraph, profile: Profile, budget_bytes: int) -> Plan:
-    """Cut the forward pass in two, keep the cells that cross, and do the same to both halves."""
-    problem = problem_of(graph, profile)
-    chosen = recursive_choices(problem)
-    return finish(problem, chosen, planner="chen-recursive", budget_bytes=budget_bytes)
-
-
-def plan_chen_selective(graph: StepGraph, profile: Profile, budget_bytes: int) -> Plan:
-    """Keep the results of convolutions, matmuls, attention and RNN kernels; drop the rest."""
-    problem = problem_of(graph, profile)
-    chosen = selective_choices(problem)
-    return finish(problem, chosen, planner="chen-selective", budget_bytes=budget_bytes)
-
-
 def selective_choices(problem: Problem) -> Choices:
-    """Drop the results of cheap ops.
+    """Keep the results of convolutions, matmuls, attention and RNN kernels; drop the rest.
 
     If a cheap op mutates an expensive result in place, the mutated result is kept.
     """
@@ -99,19 +67,11 @@ def selective_choices(problem: Problem) -> Choices:
 
 
 def is_expensive(op: Op) -> bool:
-    """True if an op takes long for the bytes it makes.
-
-    >>> from rekindle.core.graph.graph import Phase
-    >>> is_expensive(Op(0, "a", "aten.mm.default", Phase.FORWARD, (), ()))
-    True
-    >>> is_expensive(Op(0, "b", "aten.relu.default", Phase.FORWARD, (), ()))
-    False
-    """
+    """True if an op takes long for the bytes it makes."""
     return op.flops > 0 or op_name(op).startswith(_EXPENSIVE)
 
 
-@dataclass(frozen=True)
-class _Spans:
+class _Spans(NamedTuple):
     """The cells that may be dropped, and the cuts they cross.
 
     Cut p lies right before the p-th forward op. A cell is written by the forward op `first` and
@@ -125,18 +85,10 @@ class _Spans:
     last: Ints
     crossing: Floats
     held: Floats
-    n_forward: int
 
     def of(self, which: Ints) -> _Spans:
         """A selection of the cells, by position."""
-        return _Spans(
-            self.cells[which],
-            self.first[which],
-            self.last[which],
-            self.crossing[which],
-            self.held[which],
-            self.n_forward,
-        )
+        return _Spans._make(column[which] for column in self)
 
 
 def _spans(problem: Problem) -> _Spans:
@@ -161,23 +113,36 @@ def _spans(problem: Problem) -> _Spans:
         last=place[np.array(last_read, dtype=np.int64)[cells]],
         crossing=crossing[cells],
         held=np.where(is_read, nbytes, 0.0)[cells],
-        n_forward=int(is_forward.sum()),
     )
 
 
-def sqrt_choices(problem: Problem) -> list[Choices]:
+def sqrt_choices(problem: Problem) -> Choices:
+    """About √n segments, of which only the cells that cross a cut are kept.
+
+    Of several numbers of segments around √n, the one with the least peak is taken.
+    """
+
+    def cost(chosen: Choices) -> tuple[int, float]:
+        lowered = lower(problem, chosen)
+        return lowered.peak_bytes, lowered.recompute_us
+
+    return min(all_sqrt_choices(problem), key=cost)
+
+
+def all_sqrt_choices(problem: Problem) -> list[Choices]:
     """The choices for several numbers of segments around √n.
 
     The backward pass starts with the last segment. For each number there are two choices: drop that
     segment like the others, or keep it, which costs less time and sometimes more memory.
     """
     spans = _spans(problem)
+    n_forward = sum(op.phase.is_forward for op in problem.graph.ops)
     # The total over √n, where n is an effective number of cells: n equal ones count n, small ones
     # hardly count if there are large ones.
     usual_bytes = np.sqrt(np.square(spans.held).sum())
     found: dict[tuple[int, ...], None] = {}
     for factor in _SEGMENT_COUNT_RATIOS:
-        cuts = _cuts(spans, float(usual_bytes) / factor)
+        cuts = _cuts(spans, n_forward, float(usual_bytes) / factor)
         crosses = np.searchsorted(cuts, spans.first, "right") < np.searchsorted(
             cuts, spans.last, "right"
         )
@@ -187,13 +152,13 @@ def sqrt_choices(problem: Problem) -> list[Choices]:
     return [choices(problem, kept) for kept in found]
 
 
-def _cuts(spans: _Spans, limit_bytes: float) -> Ints:
+def _cuts(spans: _Spans, n: int, limit_bytes: float) -> Ints:
     """The cuts with the fewest bytes crossing in total that leave no segment above the limit.
 
-    A single op that makes more than the limit is a segment of its own. Dynamic program: best[p] is
-    the least sum over the cuts up to p, if p is one; a sliding window has its predecessors.
+    `n` is the number of forward ops. A single op that makes more than the limit is a segment of its
+    own. Dynamic program: best[p] is the least sum over the cuts up to p, if p is one; a sliding
+    window has its predecessors.
     """
-    n = spans.n_forward
     weights = np.bincount(spans.first + 1, weights=spans.crossing, minlength=n + 1)
     weights -= np.bincount(spans.last + 1, weights=spans.crossing, minlength=n + 1)
     crossing = np.cumsum(weights)
@@ -216,8 +181,9 @@ def _cuts(spans: _Spans, limit_bytes: float) -> Ints:
 
 
 def recursive_choices(problem: Problem) -> Choices:
-    """Recursive segments: at any time the cells of one cut per level are held, O(log n) in all.
+    """Cut the forward pass in two, hold the cells that cross, and do the same to both halves.
 
+    At any time the cells of one cut per level are held, O(log n) in all.
     The cells that cross a segment's midpoint are held from when the backward pass enters the
     segment; a recomputation that only passes through frees them. The backward pass starts with the
     last part at every level: the cells that cross there are kept. Each level costs up to another
@@ -258,14 +224,8 @@ def _ends_of_runs(problem: Problem) -> list[int]:
 
     A step that computes several losses, one after the other, has several runs.
     """
-    ends, count, in_run = [], 0, False
-    for op in problem.graph.ops:
-        if op.phase.is_forward:
-            count += 1
-        elif in_run:
-            ends.append(count)
-        in_run = op.phase.is_forward
-    return [*ends, count] if in_run else ends
+    runs = groupby(problem.graph.ops, key=lambda op: op.phase.is_forward)
+    return list(accumulate(len(list(run)) for is_forward, run in runs if is_forward))
 
 
 def _midpoint(segment: _Spans) -> int:

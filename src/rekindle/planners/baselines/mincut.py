@@ -6,8 +6,6 @@ value is live from its recomputation to its last use, so a higher price can rais
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from rekindle.core.cost.profile import Profile
@@ -59,16 +57,10 @@ def cheapest_cut(
     least = max(budget_bytes, min(peaks))
     first = next(place for place, each in enumerate(peaks) if each <= least)
     if first > 0:
-        _bisect(peak, grid[first - 1], grid[first], least)
+        low, high = grid[first - 1], grid[first]
+        for _ in range(_BISECTIONS):
+            middle = (low + high) / 2
+            low, high = (low, middle) if peak(middle) <= least else (middle, high)
     fitting = [entry for entry in found if entry[1] <= budget_bytes]
     best = min(fitting, key=lambda entry: entry[:2])[2] if fitting else None
     return best, min(entry[1] for entry in found)
-
-
-def _bisect(peak: Callable[[float], int], low: float, high: float, budget_bytes: int) -> None:
-    for _ in range(_BISECTIONS):
-        middle = (low + high) / 2
-        if peak(middle) <= budget_bytes:
-            high = middle
-        else:
-            low = middle

@@ -1,11 +1,8 @@
 """The baseline `mutwo`: μ-TWO's greedy recomputation (Purandare et al., MLSys 2023).
 
-Each candidate has its sources, the time to recompute it from them, and how often that would happen.
 The candidate that frees the most bytes per µs of recomputation is dropped, and the others are
-updated, until the simulated peak is within the budget.
-
-The paper's cost model is an estimate; the real cost of a plan comes from lowering it. The order of
-drops does not depend on the budget, only the number of drops does.
+updated, until the simulated peak is within the budget. The paper's cost model is an estimate; the
+real cost of a plan comes from lowering it.
 """
 
 from __future__ import annotations
@@ -235,10 +232,8 @@ class _Floors:
         self.kept[cell] = False
         self.changes[problem.last_use[cell] + 1] -= problem.bytes[cell]
         writer = problem.writer[cell]
-        reader_runs_at = min(
-            (self.runs_at[op] for op in self.read_by[cell]), default=len(self.runs_at)
-        )
-        back_at = min(problem.first_need[cell], self.runs_at[writer], reader_runs_at)
+        runs_at = [self.runs_at[op] for op in (writer, *self.read_by[cell])]
+        back_at = min(problem.first_need[cell], *runs_at)
         self.back_at[cell] = back_at
         self.changes[back_at] += problem.bytes[cell]
         todo = [(writer, back_at)]

@@ -43,39 +43,27 @@ from rekindle.planners.problem import Problem, problem_of
 MAX_DECISIONS = 500
 
 
-def plan_ilp(
-    graph: StepGraph, profile: Profile, budget_bytes: int, max_decisions: int = MAX_DECISIONS
-) -> Plan:
+def plan_ilp(graph: StepGraph, profile: Profile, budget_bytes: int) -> Plan:
     """The plan that adds the least time within the budget, among all just-in-time schedules.
 
     Raises PlanError for a step with too many decisions.
     """
     problem = problem_of(graph, profile)
-    lowered = optimum(problem, budget_bytes, max_decisions=max_decisions)
-    return write_up(
-        lowered,
-        survivors(problem, lowered),
-        planner="ilp",
-        budget_bytes=budget_bytes,
-        bound_us=lowered.recompute_us,
-    )
+    lowered = optimum(problem, budget_bytes)
+    kept, bound_us = survivors(problem, lowered), lowered.recompute_us
+    return write_up(lowered, kept, planner="ilp", budget_bytes=budget_bytes, bound_us=bound_us)
 
 
-def optimum(
-    problem: Problem,
-    budget_bytes: int | None,
-    nodes: int | None = None,
-    max_decisions: int = MAX_DECISIONS,
-) -> Lowered:
+def optimum(problem: Problem, budget_bytes: int | None, nodes: int | None = None) -> Lowered:
     """The plan that adds the least time within a budget; without one, that of the least peak.
 
     Raises PlanError if the search is not complete after so many nodes of its tree.
     """
     if budget_bytes is not None:
-        found = cheapest_within(problem, budget_bytes, nodes, max_decisions)
+        found = cheapest_within(problem, budget_bytes, nodes)
         if found is not None:
             return found
-    model = _Model(problem, max_decisions)
+    model = _Model(problem)
     lowered = lower_bursts(problem, model.bursts(model.program.least_peak(nodes)))
     if budget_bytes is not None:
         raise InfeasibleBudget(budget_bytes=budget_bytes, least_peak_bytes=lowered.peak_bytes)
@@ -83,16 +71,13 @@ def optimum(
 
 
 def cheapest_within(
-    problem: Problem,
-    budget_bytes: int,
-    nodes: int | None = None,
-    max_decisions: int = MAX_DECISIONS,
+    problem: Problem, budget_bytes: int, nodes: int | None = None
 ) -> Lowered | None:
     """The plan that adds the least time within a budget; None if there is none."""
     lowered = lower_bursts(problem, ())
     if lowered.peak_bytes <= budget_bytes:
         return lowered
-    model = _Model(problem, max_decisions)
+    model = _Model(problem)
     while (found := model.program.cheapest_within(budget_bytes, nodes)) is not None:
         lowered = lower_bursts(problem, model.bursts(found))
         if lowered.peak_bytes <= budget_bytes:
@@ -131,11 +116,11 @@ class _Stage:
 class _Model:
     """The integer program of a step, stage by stage."""
 
-    def __init__(self, problem: Problem, max_decisions: int) -> None:
-        if (n := n_decisions(problem)) > max_decisions:
+    def __init__(self, problem: Problem) -> None:
+        if (n := n_decisions(problem)) > MAX_DECISIONS:
             raise PlanError(
                 f"the planner ilp is for small steps: this one has {n} decisions, and "
-                f"{max_decisions} are the most it takes. Use the planner auto."
+                f"{MAX_DECISIONS} are the most it takes. Use the planner auto."
             )
         self.problem = problem
         self.program = IntegerProgram()
@@ -277,16 +262,11 @@ def _useful_cells(problem: Problem) -> dict[int, set[int]]:
 
 def _runnable(problem: Problem) -> list[list[int]]:
     """For each reader: the ops that may be recomputed before it, to some use."""
-    return [
-        sorted(
-            {
-                problem.writer[cell]
-                for cell in useful
-                if not problem.must_keep[cell] and problem.writer[cell] < reader
-            }
-        )
-        for reader, useful in sorted(_useful_cells(problem).items())
-    ]
+    found = []
+    for reader, useful in sorted(_useful_cells(problem).items()):
+        writers = {problem.writer[cell] for cell in useful if not problem.must_keep[cell]}
+        found.append(sorted(op for op in writers if op < reader))
+    return found
 
 
 def _changes(problem: Problem, op: int, cell: int) -> bool:

@@ -22,6 +22,7 @@ from scipy.sparse import csr_array
 from rekindle.errors import PlanError
 
 Terms = Iterable[tuple[int, float]]  # pairs of a variable and its factor
+Row = tuple[float, list[tuple[int, float]]]  # the limit of the sum of some terms
 
 # HiGHS accepts a row that is violated by an absolute 1e-6: bytes are scaled so that the largest
 # number in a row is at most this.
@@ -31,39 +32,32 @@ TIME_LIMIT_WITH_NODE_LIMIT_S = 5.0
 
 
 class IntegerProgram:
-    """Minimise the cost of the decisions, subject to rows, with memory that has a peak.
-
-    >>> program = IntegerProgram()
-    >>> drop_small, drop_large = program.decision(cost=1.0), program.decision(cost=3.0)
-    >>> program.peak_at(12, [(drop_small, -2), (drop_large, -5)])
-    >>> program.cheapest_within(10)
-    [True, False]
-    >>> program.cheapest_within(8)
-    [False, True]
-    >>> program.cheapest_within(4) is None
-    True
-    >>> program.least_peak()
-    [True, True]
-    """
+    """Minimise the cost of the decisions, subject to rows, with memory that has a peak."""
 
     def __init__(self) -> None:
         self._costs: list[float] = []
-        self._is_decision: list[bool] = []
+        self._decisions: list[int] = []
         self._is_whole: list[bool] = []
         self._at_least: list[float] = []
-        self._rows: list[tuple[float, list[tuple[int, float]]]] = []
+        self._rows: list[Row] = []
         self._peaks: dict[tuple[tuple[int, float], ...], int] = {}  # by terms: the largest constant
 
     def decision(self, *, cost: float) -> int:
         """A variable that is 0 or 1."""
-        return self._variable(cost, 0.0, is_decision=True, is_whole=True)
+        variable = self.share(is_whole=True)
+        self._costs[variable] = cost
+        self._decisions.append(variable)
+        return variable
 
     def share(self, *, at_least: float = 0.0, is_whole: bool = False) -> int:
         """A variable between 0 and 1 that costs nothing and follows from the decisions.
 
         The solver may branch on one that is declared `is_whole`.
         """
-        return self._variable(0.0, at_least, is_decision=False, is_whole=is_whole)
+        self._costs.append(0.0)
+        self._is_whole.append(is_whole)
+        self._at_least.append(at_least)
+        return len(self._costs) - 1
 
     def at_most(self, limit: float, terms: Terms) -> None:
         """A row: the sum of the terms is at most the limit."""
@@ -79,9 +73,8 @@ class IntegerProgram:
 
     def forbid(self, solution: Sequence[bool]) -> None:
         """Exclude one assignment of the decisions."""
-        chosen = [v for v, is_decision in enumerate(self._is_decision) if is_decision]
-        terms = [(v, 1.0 if solution[v] else -1.0) for v in chosen]
-        self._rows.append((sum(solution[v] for v in chosen) - 1.0, terms))
+        terms = [(v, 1.0 if solution[v] else -1.0) for v in self._decisions]
+        self._rows.append((sum(solution[v] for v in self._decisions) - 1.0, terms))
 
     def cheapest_within(self, budget: int, nodes: int | None = None) -> list[bool] | None:
         """The cheapest solution within a budget; None if there is none.
@@ -114,33 +107,19 @@ class IntegerProgram:
             raise PlanError("the integer program has no solution: no schedule was found")
         return found
 
-    def _variable(self, cost: float, at_least: float, *, is_decision: bool, is_whole: bool) -> int:
-        self._costs.append(cost)
-        self._is_decision.append(is_decision)
-        self._is_whole.append(is_whole)
-        self._at_least.append(at_least)
-        return len(self._costs) - 1
-
     def _solve(
-        self,
-        costs: NDArray[np.float64],
-        rows: list[tuple[float, list[tuple[int, float]]]],
-        nodes: int | None,
+        self, costs: NDArray[np.float64], rows: list[Row], nodes: int | None
     ) -> list[bool] | None:
         n_own, n = len(self._costs), len(costs)
+        extra = n - n_own
         rows = [*self._rows, *rows]
         starts = np.cumsum([0, *(len(terms) for _, terms in rows)])
         columns = np.array([v for _, terms in rows for v, _ in terms], dtype=np.int64)
         factors = np.array([f for _, terms in rows for _, f in terms], dtype=np.float64)
         matrix = csr_array((factors, columns, starts), shape=(len(rows), n)).tocsc()
-        extra = n - n_own
         seconds = TIME_LIMIT_S if nodes is None else TIME_LIMIT_WITH_NODE_LIMIT_S
-        options = {
-            "output_flag": False,
-            "log_to_console": False,
-            "mip_rel_gap": 0.0,
-            "time_limit": seconds,
-        }
+        options = {"output_flag": False, "log_to_console": False, "mip_rel_gap": 0.0}
+        options["time_limit"] = seconds
         if nodes is not None:
             options["mip_max_nodes"] = nodes
         size = {"num_col_": n, "num_row_": len(rows)}
