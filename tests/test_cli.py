@@ -63,6 +63,7 @@ def test_models_as_json_alone_on_standard_output(capsys: pytest.CaptureFixture[s
     assert by_name["mlp"]["sizes"]["hidden"] == 512
 
 
+@pytest.mark.slow
 def test_demo(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("plotly")
     path = tmp_path / "demo.json"

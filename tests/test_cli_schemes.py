@@ -27,6 +27,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     return commands.run(capsys, "schemes", *arguments)
 
 
+@pytest.mark.slow
 def test_several_sizes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     code, out, _ = run(
@@ -48,6 +49,7 @@ def test_several_sizes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
         assert all(each["measured"] is None for each in row["schemes"].values())
 
 
+@pytest.mark.slow
 def test_depths(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torchvision")
     code, out, _ = run(capsys, "resnet", "--sizes", "14", "--batch", "1", "--json", "-")
@@ -80,6 +82,7 @@ def test_a_function_of_one_s_own(capsys: pytest.CaptureFixture[str]) -> None:
     assert "estimated for H200" in out
 
 
+@pytest.mark.slow
 def test_steps_that_are_run(capsys: pytest.CaptureFixture[str]) -> None:
     """What is measured is what was forecast, and in the order of the estimates."""
     arguments = ("lstm", "--sizes", "3", "--batch", "64", "--measure", "--json", "-")

@@ -131,6 +131,7 @@ def ways(cases: list[Case]) -> list[tuple[int, str]]:
     return [(case.batch, case.way) for case in cases]
 
 
+@pytest.mark.slow
 def test_in_processes_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(
         capsys, "train.py:make", "--batches", "4096", "--budget", "60%", "--json", "here.json"
@@ -160,6 +161,7 @@ def test_in_processes_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Rekindle, 60%" in out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["resnet-tiny", "bert-tiny"])
 def test_the_ways_to_run_a_step(model: str) -> None:
     pytest.importorskip("torchvision" if model == "resnet-tiny" else "transformers")
@@ -196,6 +198,7 @@ def test_torch_compile_gets_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shares == [before, 0.5]
 
 
+@pytest.mark.slow
 def test_peers(
     capsys: pytest.CaptureFixture[str],
     in_this_process: list[Case],
@@ -220,6 +223,7 @@ def test_peers(
     assert {case.engine for case in in_this_process} == {None, "auto"}
 
 
+@pytest.mark.slow
 def test_what_is_above_the_cap_does_not_fit(
     capsys: pytest.CaptureFixture[str], in_this_process: list[Case]
 ) -> None:
@@ -241,6 +245,7 @@ def test_what_is_above_the_cap_does_not_fit(
     assert "capped at 3.00 MiB" in out
 
 
+@pytest.mark.slow
 def test_a_budget_that_cannot_be_met_is_a_result(
     capsys: pytest.CaptureFixture[str], in_this_process: list[Case]
 ) -> None:
@@ -271,6 +276,7 @@ def test_a_process_that_dies() -> None:
     assert "something is wrong here" in crashed["message"]
 
 
+@pytest.mark.slow
 def test_a_failing_model_is_recorded_and_tried_again(
     capsys: pytest.CaptureFixture[str], in_this_process: list[Case]
 ) -> None:
@@ -323,6 +329,7 @@ def test_what_is_there_is_not_run_again(
     assert ran() == [(640, "plain")]
 
 
+@pytest.mark.slow
 def test_an_interrupted_sweep_goes_on(
     capsys: pytest.CaptureFixture[str], in_this_process: list[Case]
 ) -> None:
@@ -364,6 +371,7 @@ def test_a_sweep_that_cannot_be_read(
     )
 
 
+@pytest.mark.slow
 def test_figures_only(capsys: pytest.CaptureFixture[str], in_this_process: list[Case]) -> None:
     run(capsys, "train.py:make", "--batches", "512", "--budget", "90%")
     before = records()
@@ -378,6 +386,7 @@ def test_figures_only(capsys: pytest.CaptureFixture[str], in_this_process: list[
     assert len(list(Path("found").glob("*.png"))) == 4
 
 
+@pytest.mark.slow
 def test_json_alone_on_standard_output(
     capsys: pytest.CaptureFixture[str], in_this_process: list[Case]
 ) -> None:

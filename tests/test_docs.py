@@ -57,6 +57,7 @@ def _anchors(path: Path) -> set[str]:
     return {word.strip().replace(" ", "-") for word in words}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PRINTED)
 def test_python_blocks_run(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from rekindle.studies.isolated_process import Ended, Worker, read_json
 
 SERVE = """
@@ -20,6 +22,7 @@ serve(answer)
 """
 
 
+@pytest.mark.slow
 def test_an_answer_or_the_part_that_was_saved(tmp_path: Path) -> None:
     first, second, unused = (Worker(["-c", SERVE]) for _ in range(3))
     assert first.perform({"number": 1}, tmp_path / "1.json") == {"double": 2}

@@ -72,6 +72,7 @@ def fits_planned(batch: int, budget_bytes: int) -> bool:
     return step.measure(make_batch(batch), steps=1).peak_bytes <= budget_bytes
 
 
+@pytest.mark.slow
 def test_it_is_the_largest_that_can_be_had() -> None:
     budget_bytes = 1_500_000
     found = rekindle.max_batch(*parts(), make_batch, budget=budget_bytes)
@@ -85,6 +86,7 @@ def test_it_is_the_largest_that_can_be_had() -> None:
     assert found.planned.peak_bytes <= budget_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [3.8, 4.2])
 def test_it_is_the_largest_where_gradients_fill_the_budget(share: float) -> None:
     """Updates as gradients come are what makes room, and the peak is hardly of the batch's size."""
@@ -101,6 +103,7 @@ def test_it_is_the_largest_where_gradients_fill_the_budget(share: float) -> None
         rekindle.optimize(*heavy_parts(), beyond, budget=budget_bytes)
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_it_says_what_would() -> None:
     found = rekindle.max_batch(*parts(), make_batch, budget=1000)
     assert (found.plain, found.planned) == (None, None)
@@ -120,6 +123,7 @@ def test_the_model_is_left_alone() -> None:
     assert not optimizer.state
 
 
+@pytest.mark.slow
 def test_a_gpu_that_is_not_here_and_a_speed_to_keep() -> None:
     found = rekindle.max_batch(
         *parts(), make_batch, budget="200MB", device="RTX 4090", at_least=0.9

@@ -52,6 +52,7 @@ def test_a_plan_stays_a_little_below_its_budget(profile: Any) -> None:
     assert step.plan.peak_bytes <= step.plan.budget_bytes
 
 
+@pytest.mark.slow
 def test_the_least_peak_can_be_had_without_a_margin(profile: Any) -> None:
     with pytest.raises(InfeasibleBudget) as raised:
         rekindle.optimize(*parts(), budget="30%", profile=profile)

@@ -86,6 +86,7 @@ def least_bytes(graph: StepGraph, profile: Profile) -> int:
     return caught.value.least_peak_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["resnet152_b32", "bert-large_b32"])
 def test_the_least_peak_on_paper(name: str) -> None:
     """Where little is kept, workspaces decide: without them, ResNet-152 seems to fit into less."""

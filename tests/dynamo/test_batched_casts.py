@@ -146,6 +146,7 @@ def trained(model: nn.Module, batch: torch.Tensor, **options: Any) -> dict[str, 
     return {"loss": loss.detach(), **named}
 
 
+@pytest.mark.slow
 def test_a_model_gets_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     counts: list[tuple[list[int], int]] = []
 

@@ -119,6 +119,7 @@ def test_a_variance_that_is_read_is_handed_over() -> None:
     torch.testing.assert_close(found, x.grad)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kernel", "stride"), [(3, 2), (7, 1)])
 def test_indices_of_max_pooling(kernel: int, stride: int) -> None:
     """Inductor inlines them from offsets in a window, unless torch's kernel reads them.

@@ -27,6 +27,7 @@ pytestmark = [
 COMPILED = ("bert-tiny", "resnet-tiny")  # by Triton, too, which takes its time
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "package", "batch", "share", "least"),
     [

@@ -17,6 +17,7 @@ from rekindle.core.graph.schedule import Compute
 from rekindle.dynamo import aot, compile_pipeline
 
 
+@pytest.mark.slow
 def test_the_same_numbers_as_without_a_plan() -> None:
     norm = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.5))
     model = nn.Sequential(norm, nn.Flatten(), nn.Linear(144, 8), nn.GELU(), nn.Linear(8, 2))

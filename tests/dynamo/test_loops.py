@@ -165,6 +165,7 @@ except sys.modules["rekindle"].InfeasibleBudget as error:
 """
 
 
+@pytest.mark.slow
 def test_found_by_its_entry_point_without_an_import(tmp_path: Path) -> None:
     command = [sys.executable, "-c", _FRESH]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)

@@ -72,6 +72,7 @@ def words() -> torch.Tensor:
     return torch.randint(0, _WORDS, (16, 128), generator=torch.Generator().manual_seed(5))
 
 
+@pytest.mark.slow
 def test_numbers_and_strides_are_what_they_were(graphs: list[fx.Graph]) -> None:
     model = Speaker()
     expected, plain = trained(deepcopy(model), words())

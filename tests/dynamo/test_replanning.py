@@ -148,6 +148,7 @@ def released(session: Session) -> int:
     return session.forecast_bytes - held
 
 
+@pytest.mark.slow
 def test_the_memory_of_released_outputs_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     how = {"make": Wide, "budget": "70%"}
     before, plain, expected = trained(monkeypatch, as_forecast, **how)
@@ -178,6 +179,7 @@ def least_peak(**how: Any) -> int:
     return raised.value.least_peak_bytes
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_with_them_outputs_are_taken_to_be_released(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

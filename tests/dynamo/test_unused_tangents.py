@@ -83,6 +83,7 @@ def forms(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lower", ["eager", "inductor"])
 def test_gradients_are_right_whatever_is_given(
     lower: str, seen: list[list[bool]], forms: list[set[str]]

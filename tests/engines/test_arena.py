@@ -462,6 +462,7 @@ def test_the_forecast_is_of_the_arena_while_there_is_one(monkeypatch: pytest.Mon
     assert step.trace.peak_bytes == step.plan.peak_bytes
 
 
+@pytest.mark.slow
 def test_no_forecast_is_of_an_arena_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     _, engine = steer(monkeypatch, "cannot reserve")
     assert engine.reason == ""

@@ -79,6 +79,7 @@ def engine_of(step: rekindle.TrainStep) -> CudaGraphEngine:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mlp", "resnet-tiny", "bert-tiny", "gpt2-tiny", "vit-tiny"])
 def test_the_zoo_from_graphs(name: str, player: Player) -> None:
     def make() -> Parts:

@@ -164,6 +164,7 @@ def check_forms(name: str) -> None:
         assert len(places) == len([t for t in (*made, *given) if t.numel()])
 
 
+@pytest.mark.slow
 def test_blocks_with_dropout() -> None:
     check_plans("text")
     check_forms("text")
@@ -325,6 +326,7 @@ print(json.dumps([results, n_functions, dict(counters["inductor"])]))
 """
 
 
+@pytest.mark.slow
 def test_layers_verified_and_in_a_second_process(tmp_path: Path) -> None:
     """That finds what was compiled in Inductor's cache on disk, and computes the same bits."""
     check_forms("layers")

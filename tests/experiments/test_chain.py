@@ -33,6 +33,8 @@ from rekindle.units import format_bytes
 
 pytest.importorskip("matplotlib")
 
+pytestmark = pytest.mark.slow  # the whole chain of measurements runs once
+
 
 class Made(NamedTuple):
     """What a run of the whole chain has left."""

@@ -86,6 +86,7 @@ def test_the_next_task_may_depend_on_the_last(asked: list[int], tmp_path: Path) 
     assert asked == [1, 3, 7, 15]
 
 
+@pytest.mark.slow
 def test_each_task_has_a_process_of_its_own() -> None:
     settings = {"model": "mlp", "batches": [2, 4], "precision": "fp32", "gpu": "H200"}
     with Runner() as runner:
@@ -126,6 +127,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_several_prepare_at_once_and_measure_in_turn(tmp_path: Path) -> None:
     path = tmp_path / "notes"
     settings = [{"number": n, "path": str(path)} for n in range(4)]
@@ -266,6 +268,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.slow
 def test_planners_go_on_where_they_stopped() -> None:
     saved: list[dict[str, Any]] = []
     late = planners.compare_planners({**SETTINGS, "limit_s": -1.0}, None, saved.append)

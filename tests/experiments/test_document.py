@@ -36,6 +36,7 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     assert not empty.figures.exists()
 
 
+@pytest.mark.slow
 def test_what_is_only_begun_is_said(tmp_path: Path) -> None:
     """Planners of which not every plan was run, and caps under which not every batch was."""
     shutil.copytree(RESULTS, tmp_path, dirs_exist_ok=True)

@@ -83,6 +83,7 @@ def compared(planner: str | Planner, seeds: range) -> list[tuple[float, float]]:
     return found
 
 
+@pytest.mark.slow
 def test_it_equals_the_optimum_on_small_steps() -> None:
     """In 95% of cases at least, is asked for; where the integer program is quick, in all."""
     found = compared("auto", range(60))
@@ -91,6 +92,7 @@ def test_it_equals_the_optimum_on_small_steps() -> None:
     assert sum(equal) >= 0.95 * len(equal)
 
 
+@pytest.mark.slow
 def test_without_the_integer_program_it_is_valid_and_never_below_the_optimum() -> None:
     found = compared(without_ilp, range(40))
     assert len(found) > 40
@@ -118,6 +120,7 @@ def test_it_is_never_worse_than_any_other_planner() -> None:
     assert n_cheaper > 20
 
 
+@pytest.mark.slow
 def test_a_plan_does_not_depend_on_what_was_asked_before() -> None:
     for seed in range(8):
         graph, profile = random_step(random.Random(seed), 12)
@@ -130,6 +133,7 @@ def test_a_plan_does_not_depend_on_what_was_asked_before() -> None:
             assert first == later or budget < least
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "percent", "factor"),
     [("bert-large_b32", 35, 1.15), ("vit_b128", 27, 1.45), ("resnet152_b128", 21, 1.3)],
@@ -144,6 +148,7 @@ def test_budgets_that_are_hard_to_meet(name: str, percent: int, factor: float) -
     assert plan.recompute_us <= factor * plan.bound_us
 
 
+@pytest.mark.slow
 def test_lighter_options_take_what_they_say() -> None:
     """Segment by segment, and as one plan: the peak is within what was asked for."""
     graph, profile, _ = load_profile(PROFILES / "vit_b128_bf16_h200.json.gz")
@@ -157,6 +162,7 @@ def test_lighter_options_take_what_they_say() -> None:
         assert lower(problem, chosen).peak_bytes <= budget
 
 
+@pytest.mark.slow
 def test_the_least_peak_is_below_a_gap_between_plans() -> None:
     """Without workspaces, ResNet-152 has plans of 1,904 MiB, none below for 2%, and then some."""
     graph, measured, _ = load_profile(PROFILES / "resnet152_b128_bf16_h200.json.gz")
@@ -208,6 +214,7 @@ TABLE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", TABLE)
 def test_measured_steps_cost_no_more_than_was_promised(model: str) -> None:
     """Arithmetic on measured times: the same on every machine.

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from rekindle.planners.exact.milp import IntegerProgram
 
 PROGRAMS = """
@@ -121,6 +123,7 @@ def test_nothing_is_printed_and_no_file_descriptor_redirected_or_duplicated() ->
     assert output_of(SOLVE_SEVERAL) == ""
 
 
+@pytest.mark.slow
 def test_what_the_solver_prints_itself_does_not_reach_standard_output(tmp_path: Path) -> None:
     (tmp_path / "highspy.py").write_text(NOISY_HIGHSPY)
     script = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); print(sum(solve()))"
@@ -128,9 +131,11 @@ def test_what_the_solver_prints_itself_does_not_reach_standard_output(tmp_path: 
     assert (tmp_path / "ran").exists()
 
 
+@pytest.mark.slow
 def test_a_forked_process_has_a_solver_of_its_own() -> None:
     assert output_of(IN_A_FORK) == "5\n5\n5\n"
 
 
+@pytest.mark.slow
 def test_a_solver_that_ended_is_an_error_and_the_next_program_starts_another() -> None:
     assert output_of(AFTER_A_CRASH) == "True\n5\n"

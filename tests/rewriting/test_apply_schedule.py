@@ -188,6 +188,7 @@ def test_with_a_random_part_dropped(name: str, seed: int) -> None:
     assert compare(MODELS[name], dropping(drop_at_random(seed)), steps=3).differences == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["resnet-tiny", "bert-tiny", "gpt2-tiny", "vit-tiny"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_zoo_with_all_dropped(name: str, precision: str) -> None:

@@ -307,6 +307,7 @@ def test_gradients_that_add_up_inside_the_step() -> None:
     assert_early(making(adam, step=micro_batches))
 
 
+@pytest.mark.slow
 def test_a_budget_with_recomputation_and_early_updates() -> None:
     """Nothing is computed again from a weight that has been updated."""
     make = making(adam, model=Shaky, batch=partial(torch.randn, 64, WIDTH))
@@ -447,6 +448,7 @@ def test_a_step_that_looks_at_the_optimizers_state(when: str) -> None:
     assert compare(make, optimize, steps=3).differences == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("register", ["pre", "post"])
 def test_hooks_on_the_optimizer(register: str) -> None:
     seen: list[str] = []
@@ -508,6 +510,7 @@ def with_own_step(model: nn.Module) -> Optimizer:
     return optimizer
 
 
+@pytest.mark.slow
 def test_optimizers_that_are_not_known() -> None:
     assert_not_early(making(lambda model: OwnAdam(model.parameters(), lr=0.01)))
     assert_not_early(making(lambda model: torch.optim.Adafactor(model.parameters(), lr=0.01)))
@@ -540,6 +543,7 @@ def stepping_twice(model: nn.Module, optimizer: Optimizer, batch: Any) -> torch.
     return train_step(model, optimizer, batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [clearing_first, zeroing, never_clearing, stepping_twice])
 def test_gradients_that_are_left_or_found(step: Callable[..., Any]) -> None:
     assert_not_early(making(adam, step=step))
@@ -606,6 +610,7 @@ def in_bf16(model: nn.Module, optimizer: Optimizer, batch: Any) -> torch.Tensor:
 NORMED = making(adam, model=Normed, step=in_bf16, batch=lambda: torch.randn(2, 16, 4, 4))
 
 
+@pytest.mark.slow
 def test_batch_norms_and_casts_in_bf16() -> None:
     plan = early_plan(*NORMED())
     optimize = partial(rekindle.optimize, plan=plan)
