@@ -6,6 +6,7 @@ HiGHS: Huangfu and Hall, "Parallelizing the dual revised simplex method", 2018 (
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import pickle
 import subprocess
@@ -20,6 +21,8 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
 from rekindle.errors import PlanError
+
+log = logging.getLogger("rekindle")
 
 Terms = Iterable[tuple[int, float]]  # pairs of a variable and its factor
 Row = tuple[float, list[tuple[int, float]]]  # the limit of the sum of some terms
@@ -164,6 +167,7 @@ class _SolverProcess:
                 return self._answer(program)
             except (OSError, EOFError, pickle.UnpicklingError) as error:
                 self.stop()
+                log.warning("planning without HiGHS, whose process ended: %r", error)
                 raise PlanError(f"the solver's process ended unexpectedly: {error!r}") from error
             except BaseException:  # an interrupt: its answer would be taken for the next program's
                 self.stop()
