@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import signal
 import sys
 from collections import defaultdict
@@ -17,7 +18,7 @@ from torch import nn
 from torch.nn.modules import module as module_hooks
 
 import rekindle
-from rekindle.tracing.undo import Sandbox, remember
+from rekindle.tracing.undo import Sandbox, remember, uninterrupted
 
 
 def by_signal() -> None:
@@ -159,6 +160,15 @@ def test_an_interrupted_restore_lacks_nothing_and_can_be_completed() -> None:
         assert all(set(a) <= set(b) for a, b in zip(names, now, strict=True)), line.place
         sandbox.restore()
         assert contents(model, optimizer) == before, line.place
+
+
+def test_an_abandoned_part_does_not_defer_interrupts_for_good() -> None:
+    """As where an interrupt comes between `__enter__` and the block: there is no `__exit__`."""
+    handler = signal.getsignal(signal.SIGINT)
+    with uninterrupted() as interruptible:
+        interruptible().__enter__()
+    gc.collect()
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {

@@ -174,6 +174,25 @@ def replaced(obj: Any, name: str, value: Any) -> Iterator[None]:
 _MISSING = object()
 
 
+class _Interruptible:
+    """Handles SIGINT at once in a part of an uninterrupted block.
+
+    No generator: one that an interrupt abandons between `__enter__` and the block would set the
+    deferring handler when it is garbage-collected, and no interrupt would ever come through again.
+    """
+
+    def __init__(self, handler: Any, defer: Any, came: list[FrameType | None]) -> None:
+        self._handler, self._defer, self._came = handler, defer, came
+
+    def __enter__(self) -> None:
+        signal.signal(signal.SIGINT, self._handler)
+        if self._came:
+            self._handler(signal.SIGINT, self._came.pop())
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._defer)
+
+
 @contextmanager
 def uninterrupted() -> Iterator[Callable[[], AbstractContextManager[None]]]:
     """Finish the block before a SIGINT that arrives in it is handled.
@@ -190,19 +209,9 @@ def uninterrupted() -> Iterator[Callable[[], AbstractContextManager[None]]]:
     def defer(number: int, frame: FrameType | None) -> None:
         came.append(frame)
 
-    @contextmanager
-    def interruptible() -> Iterator[None]:
-        try:
-            signal.signal(signal.SIGINT, handler)
-            if came:
-                handler(signal.SIGINT, came.pop())
-            yield
-        finally:
-            signal.signal(signal.SIGINT, defer)
-
     signal.signal(signal.SIGINT, defer)
     try:
-        yield interruptible
+        yield lambda: _Interruptible(handler, defer, came)
     finally:
         signal.signal(signal.SIGINT, handler)
     if came:
