@@ -14,6 +14,7 @@ from torch import nn
 
 import rekindle
 from rekindle.core.cost.batch_search import Fit
+from rekindle.core.cost.devices import find_device
 from rekindle.core.graph.comparison import Comparison
 
 GRAPH, PROFILE, TRACE = tiny_step()
@@ -77,6 +78,8 @@ OBJECTS = {  # and what both forms have to say
     "CapturedStep": (lambda: trained().captured, ["ops", "captures 1"]),
     "TrainStep": (trained, ["budget", "forecast peak", "activations"]),
     "CompiledModel": (compiled, ["Sequential", "80%", "graphs 1", "added time"]),
+    "EngineInfo": (lambda: trained().engine_info, ["engine", "python"]),
+    "Device": (lambda: find_device("H100"), ["H100", "80.0 GiB", "TB/s"]),
 }
 
 

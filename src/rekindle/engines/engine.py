@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from rekindle.core.notebook import html_table, one_line
+from rekindle.units import format_bytes
+
 if TYPE_CHECKING:
     from rekindle.engines.program import Program
 
@@ -30,6 +33,15 @@ class EngineInfo:
     has_optimizer_graph: bool = False
     is_steered: bool = False
     graphs_peak_bytes: int = 0
+
+    def _facts(self) -> dict[str, object]:
+        facts: dict[str, object] = {"engine": self.name, "compiled groups": self.n_compiled}
+        if self.name == "cudagraph":
+            facts |= {"CUDA graphs": self.n_graphs, "peak": format_bytes(self.graphs_peak_bytes)}
+        return facts | ({"reason": self.reason} if self.reason else {})
+
+    __repr__ = one_line
+    _repr_html_ = html_table
 
 
 class Engine(Protocol):

@@ -9,7 +9,9 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 
+from rekindle.core.notebook import html_table, one_line
 from rekindle.errors import ProfileError
+from rekindle.units import format_bytes
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -35,6 +37,17 @@ class Device:
         if dtype == "float64":
             return self.float32_flops_per_us / 2
         return self.tf32_flops_per_us if tf32 else self.float32_flops_per_us
+
+    def _facts(self) -> dict[str, object]:
+        return {
+            "name": self.name,
+            "memory": format_bytes(self.memory_bytes),
+            "bandwidth": f"{self.bandwidth_bytes_per_us / 1e6:.3g} TB/s",
+            "bfloat16": f"{self.half_flops_per_us / 1e6:.4g} TFLOP/s",
+        }
+
+    __repr__ = one_line
+    _repr_html_ = html_table
 
 
 def _gpu(
