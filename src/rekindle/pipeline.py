@@ -162,10 +162,8 @@ def prepare_step(
         planned = choose_form(recording, captured, planner, has_graphs=engines.has_graphs)
 
     # rewriting/, engines/: the plan's schedule written into the recording, proven, and run.
-    if planned is not None:
-        engine = build_engine(recording, planned.graph, engines, planned, device)
-    elif improves:
-        engine = build_engine(recording, improved(recording, graph), engines)
+    if planned is not None or improves:
+        engine = build_engine(recording, graph, engines, planned, device)
     else:
         optimizer_bytes = analyze(graph).optimizer_bytes()
         engine = engines.build(Program(recording, None, optimizer_bytes), graph)
@@ -252,28 +250,32 @@ def replan(variant: Variant, peak_bytes: int, engines: EngineFactory, request: P
     variant.planned = planned._replace(plan=plan, profile=profile)
     variant.is_replanned = True
     variant.engine = build_engine(
-        variant.recording, planned.graph, engines, variant.planned, variant.device
+        variant.recording, variant.graph, engines, variant.planned, variant.device
     )
     return True
 
 
 def build_engine(
     recording: Recording,
-    form: StepGraph,
+    graph: StepGraph,
     engines: EngineFactory,
-    planned: PlannedStep | None = None,
-    device: torch.device | None = None,
+    planned: PlannedStep | None,
+    device: torch.device,
 ) -> Engine:
     """Write a schedule into the recording, check the result, and build the engine that runs it.
 
-    The schedule is the plan's, or the one of a form of which nothing is dropped.
+    `graph` is as captured. Without a plan, the schedule is the one of its improved form.
     """
     plan, profile = (planned.plan, planned.profile) if planned else (None, None)
+    form = planned.graph if planned else improved(recording, graph)
     schedule = plan.schedule if plan else tuple(schedule_of(form, None))
     rewritten = rewrite(recording, form, schedule)
     check_rewritten(recording, form, rewritten, schedule)
-    segments = expandable_segments_for(plan.peak_bytes, device) if plan and device else None
-    program = Program(recording, rewritten, _optimizer_bytes(form, planned), segments)
+    if planned and plan:
+        segments = expandable_segments_for(plan.peak_bytes, device)
+        program = Program(recording, rewritten, _optimizer_bytes(planned), segments)
+    else:
+        program = Program(recording, rewritten, analyze(graph).optimizer_bytes())
     return engines.build(program, form, plan, profile)
 
 
@@ -321,13 +323,13 @@ def _added_us(planned: PlannedStep) -> float:
     return planned.plan.recompute_us + len(planned.graph.early_updates) * OPTIMIZER_CALL_US
 
 
-def _optimizer_bytes(form: StepGraph, planned: PlannedStep | None) -> list[int]:
-    """The sizes of what the step allocates from its first update on."""
-    profile = planned.profile if planned else None
+def _optimizer_bytes(planned: PlannedStep) -> list[int]:
+    """The sizes of what a planned step allocates from its first update on."""
+    plan, form, profile, *_ = planned
     updates = form.early_updates
-    if planned is None or profile is None or not updates:
+    if profile is None or not updates:
         return analyze(form).optimizer_bytes()
-    trace = simulate(form, profile, planned.plan)
+    trace = simulate(form, profile, plan)
     first = int(np.argmax(trace.ops == updates[0]))
     more = trace.live_bytes[first:].max() - trace.live_bytes[first]
     return [int(more) + int(profile.workspaces_bytes[updates[0]])]
