@@ -7,7 +7,7 @@ import gc
 import signal
 import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any
 
@@ -19,6 +19,14 @@ from torch.nn.modules import module as module_hooks
 
 import rekindle
 from rekindle.tracing.undo import Sandbox, remember, uninterrupted
+
+
+@pytest.fixture(autouse=True)
+def interrupts_raise() -> Iterator[None]:
+    """Shells start background jobs with SIGINT ignored."""
+    old = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    assert signal.signal(signal.SIGINT, old) is signal.default_int_handler
 
 
 def by_signal() -> None:
