@@ -27,7 +27,7 @@ import rekindle
 from rekindle import models
 from rekindle.core.graph.graph import Phase, Role
 from rekindle.core.graph.serial import save_profile
-from rekindle.measuring import interpreter
+from rekindle.measuring.measure import inputs, preserved, run_ops
 from rekindle.measuring.meters import CudaMeter
 from rekindle.measuring.timing import measure
 from rekindle.tracing import batch_tree
@@ -65,10 +65,10 @@ def run_case(name: str, batch: int, precision: str, save: Path | None) -> dict[s
     trace = rekindle.simulate(captured.graph, profile)
     analytic = rekindle.profile(captured, device="H200")
     batch_tensors = batch_tree.flatten(work.batch).tensors
-    with interpreter.preserved(captured.recording):
+    with preserved(captured.recording):
         graph_us = CudaMeter(device).step_us(
-            lambda around: interpreter.run(
-                captured.recording, interpreter.inputs(captured.recording, batch_tensors), around
+            lambda around: run_ops(
+                captured.recording, inputs(captured.recording, batch_tensors), around
             )
         )
     scale = re.search(r"scaled by ([0-9.]+)", profile.method)

@@ -102,10 +102,10 @@ print(sum(solve()))
 """
 
 
-def output_of(script: str) -> str:
+def output_of(script: str, logged: str = "") -> str:
     command = [sys.executable, "-c", PROGRAMS + script]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr[: len(logged) or None]) == (0, logged)
     return done.stdout
 
 
@@ -138,4 +138,5 @@ def test_a_forked_process_has_a_solver_of_its_own() -> None:
 
 @pytest.mark.slow
 def test_a_solver_that_ended_is_an_error_and_the_next_program_starts_another() -> None:
-    assert output_of(AFTER_A_CRASH) == "True\n5\n"
+    logged = "planning without HiGHS, whose process ended: "
+    assert output_of(AFTER_A_CRASH, logged) == "True\n5\n"

@@ -38,7 +38,8 @@ class NodeKind(Enum):
 
 FUSED_KINDS = (NodeKind.INLINED, NodeKind.REALIZED)
 _INLINED = {
-    *("scalar_tensor", "arange", "iota", "empty", "constant_pad_nd", "copy", "device_put"),
+    *("full", "full_like", "zeros_like", "ones_like", "scalar_tensor", "arange", "iota", "empty"),
+    *("_to_copy", "clone", "constant_pad_nd", "copy", "device_put"),
     *("inductor_lookup_seed", "inductor_random", "inductor_randint", "convert_element_type"),
     *("slice_scatter", "select_scatter", "_unsafe_masked_index"),
     "_low_memory_max_pool_offsets_to_indices",
@@ -72,7 +73,7 @@ def node_kind(node: fx.Node, *, fuses: bool = True) -> NodeKind:
     if name == "max_pool2d_with_indices_backward" and not _is_small_pool(*node.args[2:6]):
         return NodeKind.OPAQUE
     is_single = isinstance(node.meta.get("val"), torch.Tensor)
-    if is_single and (fusible_ops.is_elementwise(target) or name in _INLINED):
+    if is_single and (torch.Tag.pointwise in target.tags or name in _INLINED):
         return NodeKind.INLINED
     if fusible_ops.is_reduction(target) or name in _REALIZED:
         return NodeKind.REALIZED

@@ -46,7 +46,8 @@ class EngineFactory:
         self._device = device
         self._recorder: CudaGraphRecorder | None = None
         self._compiler: GroupCompiler | None = None
-        self._reason = ""
+        self._compiler_reason = ""
+        self._graphs_reason = ""
         if name == "inductor":
             self._compiler = self._new_compiler()
         if name != "python" and device.type == "cuda":
@@ -89,11 +90,16 @@ class EngineFactory:
 
     def info(self, engine: Engine) -> EngineInfo:
         """What runs a step, and why."""
-        reason = engine.info.reason or self._reason
-        if self._compiler is None:
-            return replace(engine.info, reason=reason)
-        n_compiled = len(self._compiler.functions)
-        return replace(engine.info, reason=reason, is_compiled=True, n_compiled=n_compiled)
+        found = engine.info
+        graphs_reason = found.reason
+        if found.name == "python" and not graphs_reason:
+            graphs_reason = self._graphs_reason
+        return replace(
+            found,
+            reason="; ".join(filter(None, (self._compiler_reason, graphs_reason))),
+            is_compiled=self.is_compiled,
+            n_compiled=len(self._compiler.functions) if self._compiler else 0,
+        )
 
     @property
     def is_compiled(self) -> bool:
@@ -123,10 +129,11 @@ class EngineFactory:
 
     def _without_compiler(self, error: Exception) -> None:
         first_line = (str(error).strip().splitlines() or [repr(error)])[0]
-        self._compiler, self._reason = None, f"running without the compiler: {first_line}"
-        log.warning("%s", self._reason)
+        self._compiler = None
+        self._compiler_reason = f"running without the compiler: {first_line}"
+        log.warning("%s", self._compiler_reason)
         log.debug("the compiler failed here", exc_info=error)
 
     def _without_graphs(self, reason: str) -> None:
-        self._reason = f"running without CUDA graphs: {reason}"
-        log.info("%s", self._reason)
+        self._graphs_reason = f"running without CUDA graphs: {reason}"
+        log.info("%s", self._graphs_reason)
