@@ -242,7 +242,7 @@ def replan(variant: Variant, peak_bytes: int, engines: EngineFactory, request: P
     profile = replace(planned.profile, overhead_bytes=overhead_bytes)
     try:
         plan = find_planner(request.planner)(planned.graph, profile, planned.budget_bytes)
-    except InfeasibleBudget as error:
+    except PlanError as error:
         log.warning("no plan leaves room for that: %s", error)
         return False
     plan.check(planned.graph)
