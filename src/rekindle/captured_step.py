@@ -29,7 +29,7 @@ from rekindle.report.html import write_html
 from rekindle.report.summary import summarize
 from rekindle.rewriting.step_forms import updates_independently
 from rekindle.tracing import batch_tree, user_line
-from rekindle.tracing.guard import signature
+from rekindle.tracing.contents import signature
 from rekindle.tracing.preconditions import Checks
 from rekindle.tracing.tape import Recording
 from rekindle.units import format_bytes, format_us
@@ -242,6 +242,7 @@ class CapturedStep:
             self._request,
             improves=self._improves,
             as_on_gpu=self.is_forecast,
+            is_first=not self._variants,
         )
         if self._request is not None:
             self._request = self._request.without_results()

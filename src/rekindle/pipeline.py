@@ -127,18 +127,19 @@ def prepare_step(
     *,
     improves: bool = False,
     as_on_gpu: bool = False,
+    is_first: bool = True,
 ) -> Variant:
     """All stages, from the user's function to an engine that runs it.
 
     Without a request nothing is dropped: the step runs as it was captured, or, if it `improves`,
-    with small ops batched and results written in place. Raises InfeasibleBudget if no plan stays
-    within the budget.
+    with small ops batched and results written in place. The first time, the step is traced twice
+    and refused if it differs. Raises InfeasibleBudget if no plan stays within the budget.
     """
     device = device_of(model)
     tensors = batch_tree.flatten(batch).tensors
 
     # tracing/: the user's function runs once on fake tensors, and every op is recorded.
-    recording = record(train_step, model, optimizer, batch, as_on_gpu=as_on_gpu)
+    recording = record(train_step, model, optimizer, batch, as_on_gpu=as_on_gpu, twice=is_first)
 
     # engines/inductor/, if asked for: groups of small ops become one compiled op each.
     recording = engines.prepare(recording)

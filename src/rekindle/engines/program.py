@@ -128,8 +128,7 @@ class Program:
         for index, node in self._final_grads:
             state[index].grad = None if node is None else next(outputs)
         for effect in self.recording.effects:
-            value = effect.structure.rebuild([next(outputs) for _ in effect.nodes])
-            effect.container[effect.key] = value
+            effect.apply([next(outputs) for _ in effect.nodes])
         return result
 
     def compile(

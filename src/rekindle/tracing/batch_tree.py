@@ -16,7 +16,7 @@ import torch
 from rekindle.torch_internals import pytree
 
 _TENSOR = object()
-_CONSTANTS = (
+CONSTANTS = (
     *(type(None), bool, int, float, complex, str, bytes),
     *(torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout),
 )
@@ -37,7 +37,7 @@ class Structure(NamedTuple):
 
     def key(self) -> tuple[Any, ...]:
         """A hashable key that, unlike plain equality, distinguishes 1 from 1.0 and True."""
-        return (self.spec, *(_leaf_key(leaf) for leaf in self.leaves))
+        return (self.spec, *(leaf_key(leaf) for leaf in self.leaves))
 
     def rebuild(self, tensors: Iterable[torch.Tensor]) -> Any:
         """The tree with these tensors."""
@@ -51,11 +51,14 @@ class Structure(NamedTuple):
         return pytree.tree_unflatten(leaves, self.spec)
 
 
-def _leaf_key(leaf: Any) -> tuple[Any, ...]:
+def leaf_key(leaf: Any) -> tuple[Any, ...]:
+    """A key of a constant that, unlike plain equality, distinguishes 1 from 1.0 and True."""
     if isinstance(leaf, _Container):
         return leaf.kind, leaf.content.key()
     if isinstance(leaf, float):  # -0.0 is not 0.0, and NaN equals NaN
         return float, leaf.hex()
+    if isinstance(leaf, complex):
+        return complex, leaf.real.hex(), leaf.imag.hex()
     return type(leaf), leaf
 
 
@@ -107,6 +110,6 @@ def opaque_leaves(structure: Structure) -> list[Any]:
     for leaf in structure.leaves:
         if isinstance(leaf, _Container):
             found.extend(opaque_leaves(leaf.content))
-        elif leaf is not _TENSOR and not isinstance(leaf, _CONSTANTS):
+        elif leaf is not _TENSOR and not isinstance(leaf, CONSTANTS):
             found.append(leaf)
     return found

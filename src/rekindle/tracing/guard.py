@@ -1,38 +1,44 @@
 """Checks before each step that the user's objects have not changed since the capture.
 
-Values of tensors may change. Hundreds of objects are checked before the first kernel starts, so
+Values of tensors may change. Thousands of objects are checked before the first kernel starts, so
 whole lists are compared, which unchanged objects pass by identity (decision 8).
 """
 
 from __future__ import annotations
 
-import copy
 import operator
-from collections.abc import Hashable
-from itertools import starmap
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
 
-from rekindle.tracing import batch_tree
+from rekindle.tracing.contents import (
+    ABSENT,
+    CONSTANTS,
+    Content,
+    freeze,
+    is_live,
+    nested_owners,
+    signature,
+)
+from rekindle.tracing.python_state import WriteKind
+from rekindle.tracing.step_state import Effect
 from rekindle.tracing.tape import Recording
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _requires_grad = operator.attrgetter("requires_grad")
 
 
-def signature(tensor: torch.Tensor) -> Hashable:
-    """The properties of a tensor that a capture depends on: all but its values."""
-    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
-
-
 class Guard:
-    """Fetches the tensors that a captured step works on, if nothing relevant has changed."""
+    """Fetches the tensors that a captured step works on, if nothing relevant has changed.
+
+    After a refusal, `reason` explains it, and `changed` names the Python value that has changed, if
+    it was one.
+    """
 
     def __init__(self, recording: Recording) -> None:
         state = recording.state
         self.reason = ""
+        self.changed = ""
         self._places = [(slot.container, slot.key) for slot in state.slots]
         self._names = [slot.name for slot in state.slots]
         self._ties = [(slot.container, slot.key) for slot, _ in state.ties]
@@ -44,16 +50,15 @@ class Guard:
         self._tensor_hooks = _tensor_hooks(tensors)
         self._remember(tensors)
         self._grads = [(use.slot, use.existed) for use in recording.grads if use.reads_old]
-        self._effects = [(e.container, e.key, _without_values(e.before)) for e in recording.effects]
-        changing = {(id(effect.container), effect.key) for effect in recording.effects}
-        self._modules = _ModuleAttributes([*state.modules.items()], changing)
+        self._python = _PythonGuard(state.contents, recording.effects)
 
     def fetch(self) -> list[torch.Tensor] | None:
         """The tensor in each slot; None if something has changed, which `reason` explains."""
+        self.changed = ""
         try:
             tensors = [container[key] for container, key in self._places]
             tied = [container[key] for container, key in self._ties]
-        except (KeyError, IndexError):
+        except (KeyError, IndexError, TypeError):
             return self._refuse("a tensor was removed")
         if not all(map(operator.is_, tied, map(tensors.__getitem__, self._tied_to))):
             return self._refuse("other tensors are tied, or parameters were regrouped")
@@ -65,11 +70,9 @@ class Guard:
             return self._refuse("a tensor has other hooks")
         if any((tensors[index].grad is not None) != existed for index, existed in self._grads):
             return self._refuse("gradients from before the step were added or cleared")
-        for container, key, before in self._effects:
-            if _without_values(container.get(key)) != before:
-                return self._refuse(f"{key} has another structure, shape or dtype")
-        if not self._modules.are_unchanged():
-            return self._refuse(self._modules.first_change())
+        if not self._python.is_unchanged():
+            self.changed = self._python.changed
+            return self._refuse(self._python.reason)
         return tensors
 
     def _refuse(self, reason: str) -> list[torch.Tensor] | None:
@@ -99,63 +102,104 @@ class Guard:
         self._requires_grad = list(map(_requires_grad, tensors))
 
 
-class _ModuleAttributes:
-    """The attributes, submodules and hooks of modules. Tensors are checked by their slots."""
+class _PythonGuard:
+    """Compares the Python state with that of the capture.
 
-    def __init__(
-        self, modules: list[tuple[str, nn.Module]], changing: set[tuple[int, str]]
-    ) -> None:
-        self._named = modules
-        self._all_before = [self._constants(module.__dict__, changing) for _, module in modules]
-        self._changing = changing
-        pairs = [(m.__dict__, c) for (_, m), c in zip(modules, self._all_before, strict=True)]
-        self._plain = [(now, constants) for now, constants in pairs if len(now) == len(constants)]
-        self._mixed = [(now, constants) for now, constants in pairs if len(now) != len(constants)]
-        self._contents: list[dict[Any, Any]] = []
-        for _, module in modules:
-            self._contents += [module._modules, module._parameters, module._buffers]
-            self._contents += [vars(module)[name] for name in _HOOKS if name in vars(module)]
-        self._sizes = list(map(len, self._contents))
-        self._parts = [
-            (content, dict(content))
-            for content in self._contents
-            if content and not any(isinstance(v, torch.Tensor) for v in content.values())
-        ]
+    Most of it is dicts of modules that never change: they are compared in one go, by identity.
+    """
 
-    @staticmethod
-    def _constants(attributes: dict[str, Any], changing: set[tuple[int, str]]) -> dict[str, Any]:
-        owner = id(attributes)
-        return {
-            key: copy.copy(value)
-            if type(value) in (list, dict, set) and not key.startswith("_")
-            else value
-            for key, value in attributes.items()
-            if not isinstance(value, torch.Tensor) and (owner, key) not in changing
-        }
+    def __init__(self, contents: list[Content], effects: list[Effect]) -> None:
+        self.reason = ""
+        self.changed = ""
+        unread, written = set(), set()
+        replaced: set[int] = set()
+        for effect in effects:
+            place = id(effect.content), effect.key
+            if effect.kind in (WriteKind.APPEND, WriteKind.ADD):
+                unread.add(place)
+            else:
+                written.add(place)
+                # What an overwritten entry held is compared there, and not kept alive here.
+                replaced.update(nested_owners(effect.content.before.get(effect.key)))
+        self._contents = [c for c in contents if c.is_shared or id(c.owner) not in replaced]
+        self._unread = {id(c): {k for i, k in unread if i == id(c)} for c in self._contents}
+        self._written = {id(c): {k for i, k in written if i == id(c)} for c in self._contents}
+        self._frozen: dict[int, dict[Any, Any]] = {}
+        self._shown: dict[tuple[int, Any], str] = {}
+        self._live: list[dict[Any, Any]] = []
+        self._others: list[Content] = []
+        for content in self._contents:
+            own = id(content)
+            kept = {k: v for k, v in content.before.items() if k not in self._unread[own]}
+            self._frozen[own] = {key: freeze(value) for key, value in kept.items()}
+            shown = {k: _short(v) for k, v in kept.items() if isinstance(v, CONSTANTS)}
+            self._shown.update(((own, key), text) for key, text in shown.items())
+            if is_live(content) and not self._unread[own] and not self._written[own]:
+                self._live.append(content.read())  # type: ignore[arg-type]
+            else:
+                self._others.append(content)
+            content.before = {}
+        self._remember()
 
-    def are_unchanged(self) -> bool:
-        """True if no module has changed."""
+    def _remember(self) -> None:
+        self._sizes = list(map(len, self._live))
+        self._keys = list(chain.from_iterable(self._live))
+        self._values = list(chain.from_iterable(each.values() for each in self._live))
+        self._last = [self._stable(content) for content in self._others]
+
+    def _stable(self, content: Content) -> dict[Any, Any] | None:
+        """The entries that the step does not write to; None if it writes to any."""
+        own = id(content)
+        return None if self._unread[own] or self._written[own] else dict(content.read())
+
+    def is_unchanged(self) -> bool:
+        """True if the Python state is that of the capture; if not, `reason` says what differs."""
         try:
-            return (
-                all(starmap(operator.eq, self._plain))
-                and list(map(len, self._contents)) == self._sizes
-                and all(content == before for content, before in self._parts)
-                and all(
-                    self._constants(now, self._changing) == before for now, before in self._mixed
-                )
-            )
-        except (RuntimeError, ValueError):  # a replaced value cannot be compared
+            if self._is_identical():
+                return True
+            if not all(map(self._is_equal, self._contents)):
+                return False
+        except (RuntimeError, TypeError, ValueError) as error:  # values that cannot be compared
+            self.reason = f"a value cannot be compared with that of the capture ({error})"
             return False
+        self._remember()
+        return True
 
-    def first_change(self) -> str:
-        """A description of the first change."""
-        for (path, module), before in zip(self._named, self._all_before, strict=True):
-            now = self._constants(module.__dict__, self._changing)
-            for key in now.keys() | before.keys():
-                if now.get(key) is not before.get(key) and now.get(key) != before.get(key):
-                    name = f"{path}.{key}" if path else key
-                    return f"{name} has changed from {before.get(key)!r} to {now.get(key)!r}"
-        return "submodules or hooks have changed"
+    def _is_identical(self) -> bool:
+        """True if every entry is the object that it was in the last step."""
+        if list(map(len, self._live)) != self._sizes:
+            return False
+        if list(chain.from_iterable(self._live)) != self._keys:
+            return False
+        values = chain.from_iterable(each.values() for each in self._live)
+        if not all(map(operator.is_, values, self._values)):
+            return False
+        return all(
+            (last is not None and content.is_identical(last)) or self._is_equal(content)
+            for content, last in zip(self._others, self._last, strict=True)
+        )
+
+    def _is_equal(self, content: Content) -> bool:
+        """True if a content equals that of the capture; if not, notes the first change."""
+        now, frozen = content.read(), self._frozen[id(content)]
+        unread = self._unread[id(content)]
+        for key in (*frozen, *(key for key in now if key not in frozen and key not in unread)):
+            value = now.get(key, ABSENT)
+            if key in frozen and value is not ABSENT and freeze(value) == frozen[key]:
+                continue
+            self.changed = content.label(key)
+            before = self._shown.get((id(content), key)) if key in frozen else repr(ABSENT)
+            is_shown = value is ABSENT or isinstance(value, CONSTANTS)
+            self.reason = f"{self.changed} has changed"
+            self.reason += f" from {before}" if before is not None else ""
+            self.reason += f" to {_short(value)}" if is_shown else ""
+            return False
+        return True
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _tensor_hooks(tensors: list[torch.Tensor]) -> list[Any]:
@@ -170,10 +214,3 @@ def _tensor_hooks(tensors: list[torch.Tensor]) -> list[Any]:
         for index, hooks in enumerate(found)
         if hooks != (None, None)
     ]
-
-
-def _without_values(value: Any) -> Hashable:
-    """A module's attribute without the values of its tensors."""
-    flat = batch_tree.flatten(value)
-    leaves = tuple(leaf for leaf in flat.structure.leaves if isinstance(leaf, (int, float, str)))
-    return str(flat.structure.spec), leaves, tuple(map(signature, flat.tensors))

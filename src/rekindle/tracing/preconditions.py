@@ -11,10 +11,14 @@ from torch.nn.parameter import UninitializedParameter
 
 from rekindle.errors import CaptureError
 from rekindle.tracing import batch_tree
+from rekindle.tracing.contents import Array, RandomState
+from rekindle.tracing.python_state import PythonState, Write
 from rekindle.tracing.step_state import Slot
 from rekindle.tracing.tape import Tape
 from rekindle.tracing.undo import Sandbox
 from rekindle.tracing.user_line import Line
+
+_DRAW_WITH_TORCH = "Draw with torch (torch.rand, torch.randint), which the capture can record."
 
 
 class Checks:
@@ -25,6 +29,11 @@ class Checks:
 
     def _refuse(self, problem: str, advice: str) -> NoReturn:
         filename, lineno = self._step_line
+        raise CaptureError(problem, filename=filename, lineno=lineno, advice=advice)
+
+    def refuse_at(self, line: Line, problem: str, advice: str) -> NoReturn:
+        """Refuse the step because of a line, or of its definition where that is not known."""
+        filename, lineno = line if line.filename else self._step_line
         raise CaptureError(problem, filename=filename, lineno=lineno, advice=advice)
 
     def devices(self, params: Iterable[torch.Tensor]) -> None:
@@ -121,6 +130,34 @@ class Checks:
                 "Change learning rates and other settings between steps, outside the step.",
             )
 
+    def write(self, write: Write, flat: batch_tree.Flat, python: PythonState) -> None:
+        """A captured step can repeat a write to the user's objects."""
+        line = python.line_of(write.content, write.key)
+        if isinstance(write.content, RandomState):
+            problem = f"the step draws from the random generator {write.name}"
+            self.refuse_at(line, problem, _DRAW_WITH_TORCH)
+        if isinstance(write.content, Array):
+            problem = f"the step writes to the numpy array {write.name}"
+            self.refuse_at(line, problem, "Use a tensor, which the capture can record.")
+        for leaf in batch_tree.opaque_leaves(flat.structure):
+            if not python.is_known(leaf):
+                self.refuse_at(
+                    line,
+                    f"the step keeps a new {type(leaf).__name__} as {write.name}, which Rekindle "
+                    "cannot look into",
+                    "Keep tensors, numbers and text, in tuples, lists, dicts or dataclasses; make "
+                    "modules and other objects outside the step.",
+                )
+
+    def no_iterator(self, python: PythonState) -> None:
+        """The step takes nothing from an iterator that outlives it."""
+        for content, key in python.iterators():
+            self.refuse_at(
+                python.line_of(content, key),
+                f"the step uses {content.label(key)}, an iterator, whose position cannot be seen",
+                "Take the next element outside the step, and pass it in the batch.",
+            )
+
     def randomness(self, sandbox: Sandbox) -> None:
         """Only torch's operators draw random numbers, and no generator is seeded."""
         if sandbox.seeded_torch():
@@ -131,7 +168,7 @@ class Checks:
         if sandbox.used_python_random():
             self._refuse(
                 "the step draws from Python's or numpy's random generator",
-                "Draw with torch (torch.rand, torch.randint), which the capture can record.",
+                _DRAW_WITH_TORCH,
             )
 
 

@@ -6,10 +6,14 @@ real leaves, to which `loss.backward()` assigns fake gradients (decision 1).
 
 from __future__ import annotations
 
+import gc
 import operator
+import sys
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable
+from types import CodeType
 from typing import Any, NoReturn
 
 import torch
@@ -93,6 +97,8 @@ class Recorder(TorchDispatchMode):
         self.in_optimizer = False
         self.is_paused = False
         self.on_value_read: Callable[[user_line.Line], None] | None = None
+        self.on_frame: Callable[[CodeType, dict[str, Any]], None] | None = None
+        self._thread = threading.get_ident()
         self._constants = _ConstantValues()
         self._fake_mode = fake_mode
         self._step_line = step_line
@@ -143,7 +149,14 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
+        profile = sys.getprofile()  # notes the user's functions, of which none runs in here
+        sys.setprofile(None)
+        try:
+            return self._dispatch(func, args, kwargs or {})
+        finally:
+            sys.setprofile(profile)
+
+    def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is aten._local_scalar_dense.default:
             return self._read_value(args[0])
         if func is aten.lift_fresh.default and not isinstance(args[0], FakeTensor):
@@ -207,6 +220,7 @@ class Recorder(TorchDispatchMode):
         """Record `torch.tensor(...)` as a copy of the constant."""
         fake = aten.lift_fresh.default(tensor)
         if not self.is_paused:
+            self.enter_tensor(EntryKind.EXTERNAL, f"constant{len(self.tape.entries)}", tensor)
             self._record(aten.clone.default, (tensor,), {}, fake)
         return fake
 
@@ -265,6 +279,25 @@ class Recorder(TorchDispatchMode):
         self._tensors_on[storage] += 1
         self._deaths.append(weakref.ref(tensor, on_death))
 
+    def survivors(self) -> list[tuple[torch.Tensor, Source]]:
+        """Fake tensors of the step that somebody still holds, and where they were made."""
+        own = {id(twin) for twin in self._twin_of_real.values()}
+        own.update(id(entry.tensor) for entry in self.tape.entries)
+
+        def alive() -> list[torch.Tensor]:
+            tensors = (reference() for reference in self._deaths)
+            return [tensor for tensor in tensors if tensor is not None and id(tensor) not in own]
+
+        if not alive():
+            return []
+        gc.collect()
+        sources = {n: call.source for call in self.tape.calls for n in (call.node, *call.results)}
+        unknown = Source("", "", 0)
+        return [
+            (tensor, sources.get(tensor._rekindle_node, unknown))  # type: ignore[attr-defined]
+            for tensor in alive()
+        ]
+
     def _storage_of(self, tensor: torch.Tensor) -> int:
         """The index of a fake tensor's storage, which its views share."""
         storage = tensor.untyped_storage()
@@ -295,6 +328,9 @@ class Recorder(TorchDispatchMode):
             name=target.__name__.partition(".")[0],
         )
         results = self._bind(node, result)
+        if self.on_frame is not None and threading.get_ident() != self._thread:
+            for frame in user_line.frames():  # of autograd's own thread, which nobody watches
+                self.on_frame(frame.f_code, frame.f_globals)
         line, in_loss = user_line.call_site()
         autograd_node = current_autograd_node()
         source = Source(self.module_path[-1] if self.module_path else "", *line)

@@ -1,4 +1,4 @@
-"""Finds the tensors that a step uses besides its batch, and the attributes that it sets on modules.
+"""Finds the tensors that a step uses besides its batch, and describes what else it writes.
 
 A `Slot` is a place, not a tensor: `load_state_dict(assign=True)` or a module that replaces its
 buffer puts another tensor there, and the next step must use that one.
@@ -6,8 +6,7 @@ buffer puts another tensor there, and the next step must use that one.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -16,12 +15,8 @@ import torch
 from torch import fx, nn
 
 from rekindle.tracing import batch_tree
-
-log = logging.getLogger("rekindle")
-
-Attributes = dict[str, tuple[dict[str, Any], dict[str, Any]]]  # a module's buffers and __dict__
-
-_ABSENT = object()
+from rekindle.tracing.contents import Content, TensorPlace
+from rekindle.tracing.python_state import WriteKind
 
 
 class EntryKind(Enum):
@@ -76,6 +71,19 @@ class StepState:
                 self.ties.append((slot, index))
         self._slot_of = {key: self.slots[index] for key, index in slot_of.items()}
         self._created_later: dict[int, tuple[EntryKind, str]] = {}
+        self.contents: list[Content] = []  # the Python state, after the capture
+
+    def add_places(self, places: list[TensorPlace], tensor: torch.Tensor) -> Slot:
+        """Add a slot for a tensor that the user's objects hold, at one or more places."""
+        names = {slot.name for slot in self.slots}
+        name = places[0].label
+        while name in names:
+            name += "_"
+        slots = [Slot(EntryKind.EXTERNAL, name, place, 0) for place in places]
+        self.ties.extend((slot, len(self.slots)) for slot in slots[1:])
+        self.slots.append(slots[0])
+        self._slot_of[id(tensor)] = slots[0]
+        return slots[0]
 
     def add_module(self, module: nn.Module) -> list[str]:
         """Add a module from outside the model and its submodules; returns the names of new ones."""
@@ -145,21 +153,6 @@ def _module_slots(prefix: str, module: nn.Module) -> Iterator[Slot]:
         for key, value in store.items():
             if isinstance(value, torch.Tensor):
                 yield Slot(kind, prefix + key, store, key)
-            elif isinstance(value, (tuple, list, dict)) and not key.startswith("_"):
-                for number in range(len(batch_tree.flatten(value).tensors)):
-                    nested = _NestedTensors(store, key)
-                    yield Slot(EntryKind.ATTRIBUTE, f"{prefix}{key}.{number}", nested, number)
-
-
-@dataclass(frozen=True, slots=True)
-class _NestedTensors:
-    """The tensors in a tuple, list or dict that is a module's attribute now."""
-
-    store: dict[str, Any]
-    key: str
-
-    def __getitem__(self, number: int) -> torch.Tensor:
-        return batch_tree.flatten(self.store[self.key]).tensors[number]
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,38 +169,38 @@ class _GroupParams:
 
 @dataclass(frozen=True)
 class Effect:
-    """The step sets `container[key]`; `before` is the value before the capture."""
+    """An entry of the user's objects that the step writes, as tensors and constants."""
 
-    name: str
-    container: dict[str, Any]
-    key: str
-    before: Any
+    content: Content
+    key: Any
+    kind: WriteKind
     structure: batch_tree.Structure
     nodes: list[fx.Node]
 
+    @property
+    def name(self) -> str:
+        """The entry as a user would write it."""
+        return self.content.label(self.key)
 
-def note_attributes(modules: dict[str, nn.Module]) -> Attributes:
-    """The attributes of every module, for a comparison later."""
-    return {path: (dict(m._buffers), dict(m.__dict__)) for path, m in modules.items()}
+    @property
+    def is_constant(self) -> bool:
+        """True if it sets an entry to what does not depend on tensors."""
+        return not self.nodes and self.kind in (WriteKind.SET, WriteKind.REMOVE)
 
+    def contradicts(self, other: Effect) -> bool:
+        """True if both write to one entry of one object, and not the same."""
+        is_same_entry = self.key == other.key and other.content.is_of(self.content)
+        return is_same_entry and (self.kind, self.structure) != (other.kind, other.structure)
 
-def find_effects(
-    modules: dict[str, nn.Module], before: Attributes, node_of: Callable[[torch.Tensor], fx.Node]
-) -> list[Effect]:
-    """The attributes that the step set. Python numbers cannot be replayed; a warning names them."""
-    effects: list[Effect] = []
-    for path, module in modules.items():
-        for store, old in zip((module._buffers, module.__dict__), before[path], strict=True):
-            for key, value in store.items():
-                if value is old.get(key, _ABSENT):
-                    continue
-                name = f"{path}.{key}" if path else key
-                flat = batch_tree.flatten(value)
-                if not flat.tensors and key != "training":
-                    log.warning(
-                        "the step sets %s to %r; the captured step will not set it", name, value
-                    )
-                    continue
-                nodes = [node_of(tensor) for tensor in flat.tensors]
-                effects.append(Effect(name, store, key, old.get(key), flat.structure, nodes))
-    return effects
+    def apply(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Write what the step writes, with these tensors in place of the nodes."""
+        value = self.structure.rebuild(tensors)
+        match self.kind:
+            case WriteKind.SET:
+                self.content.assign(self.key, value)
+            case WriteKind.REMOVE:
+                self.content.remove(self.key)
+            case WriteKind.APPEND:
+                self.content.owner.extend(value)
+            case WriteKind.ADD:
+                self.content.assign(self.key, self.content.read()[self.key] + value)

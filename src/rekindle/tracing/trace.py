@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -21,8 +21,10 @@ from rekindle.torch_internals import (
 from rekindle.tracing import batch_tree, intercept, user_line
 from rekindle.tracing.cpu_as_gpu import gpu_operators
 from rekindle.tracing.preconditions import Checks, settings
+from rekindle.tracing.python_state import PythonState, WriteKind, holder_of
 from rekindle.tracing.recorder import Recorder
-from rekindle.tracing.step_state import EntryKind, StepState, find_effects, note_attributes
+from rekindle.tracing.second_trace import first_difference
+from rekindle.tracing.step_state import Effect, EntryKind, StepState
 from rekindle.tracing.tape import GradUse, OptimizerCall, Recording, run_optimizer
 from rekindle.tracing.undo import Sandbox, remember, replaced, uninterrupted
 
@@ -40,23 +42,42 @@ def record(
     batch: Any,
     *,
     as_on_gpu: bool = False,
+    twice: bool = False,
 ) -> Recording:
     """Trace one call of `train_step(model, optimizer, batch)`, and leave all objects unchanged.
 
     With `as_on_gpu`, a step on the CPU uses the operators that a GPU would run: for forecasts only.
+    With `twice`, the step is traced once more and refused if the second trace differs: it depends
+    on something that is neither a tensor nor part of its Python state, such as an iterator.
     """
     options = {"placeholder_grads", "hides_fakes"}
     if as_on_gpu:
         options.add("as_on_gpu")
     others: list[nn.Module] = []
-    while True:
-        try:
-            return _Capture(train_step, model, optimizer, batch, others, options).run()
-        except _Restart as restart:
-            if isinstance(restart.change, str):
-                options.discard(restart.change)
-            else:
-                others.append(restart.change)
+
+    def trace() -> tuple[_Capture, Recording]:
+        while True:
+            capture = _Capture(train_step, model, optimizer, batch, others, options)
+            try:
+                return capture, capture.run()
+            except _Restart as restart:
+                if isinstance(restart.change, str):
+                    options.discard(restart.change)
+                else:
+                    others.append(restart.change)
+
+    capture, recording = trace()
+    constants = [effect for effect in recording.effects if effect.is_constant]
+    if constants:
+        # Steps to come will start with these values: they must leave them as they are.
+        with capture.python.applied(constants):
+            _, after = trace()
+        for effect in constants:
+            if any(effect.contradicts(other) for other in after.effects):
+                capture.refuse_counter(effect)
+    if twice:
+        capture.refuse_difference(recording, trace()[1])
+    return recording
 
 
 class _Restart(BaseException):
@@ -84,7 +105,7 @@ class _Capture:
         self.checks = Checks(self.step_line)
         self.state = StepState(model, optimizer, others)
         self.checks.modules(self.state.modules)
-        self.attributes = note_attributes(self.state.modules)
+        self.python = PythonState(self.state.modules, train_step)
         self.params = self.state.params()
         self.fake_mode = FakeTensorMode()
         self.recorder = Recorder(self.fake_mode, self.step_line, self._name_unknown)
@@ -94,8 +115,8 @@ class _Capture:
         self.placeholder_grads: dict[int, torch.Tensor] = {}  # by identity of the parameter
         self.old_grads_cleared: list[bool] | None = None
         self.outside_leaves: list[torch.Tensor] = []
-        modules = list(self.state.modules.values())
-        self.sandbox = Sandbox(modules, [*self.state.tensors()], optimizer)
+        self.recorder.on_frame = self.python.enter
+        self.sandbox = Sandbox([*self.state.tensors()], optimizer)
 
     def run(self) -> Recording:
         """Trace the step, and restore the user's objects; only the step itself is interruptible."""
@@ -105,6 +126,7 @@ class _Capture:
             finally:
                 self.sandbox.restore()
                 self.batch = batch_tree.Flat([], self.batch.structure)  # hold no memory of it
+        self._refuse_survivors()
         recording.drop_dead_calls()
         return recording
 
@@ -113,19 +135,24 @@ class _Capture:
         self.checks.batch(self.batch.structure)
         old_grads = [param.grad for param in self.params.values()]
         old_settings = settings(self.optimizer)
-        requires_grad = [slot.get().requires_grad for slot in self.state.slots]
+        requires_grad = [(slot, slot.get().requires_grad) for slot in self.state.slots]
         for slot in self.state.slots:
             self.recorder.enter_tensor(slot.kind, slot.name, slot.get())
         batch = [self._enter_batch(i, t) for i, t in enumerate(self.batch.tensors)]
         batch_nodes = [self.recorder.node_of(tensor) for tensor in batch]
         with self._patches(), self.fake_mode:
-            self._place_grads()
-            with self.recorder, interruptible():
-                result = self._call_step(self.batch.structure.rebuild(batch))
+            try:
+                self._place_grads()
+                with self.recorder, interruptible(), self.python.watching():
+                    result = self._call_step(self.batch.structure.rebuild(batch))
+                self.checks.no_iterator(self.python)
+                effects = self._effects()
+            finally:
+                self.python.restore()  # while what it has noted of the patches is in force
         flat = batch_tree.flatten(result)
         self.checks.trains(self.recorder.tape)
         self.checks.no_outside_gradients([*self.outside_leaves, *batch])
-        self.checks.requires_grad_unchanged(zip(self.state.slots, requires_grad, strict=True))
+        self.checks.requires_grad_unchanged(requires_grad)
         self.checks.batch_memory_is_distinct(self.batch.tensors, batch_nodes, self.recorder.tape)
         self.checks.settings_unchanged(old_settings, settings(self.optimizer))
         self.checks.randomness(self.sandbox)
@@ -139,7 +166,52 @@ class _Capture:
             result=flat.structure,
             result_nodes=[self.recorder.node_of(tensor) for tensor in flat.tensors],
             grads=self._grad_uses(old_grads),
-            effects=find_effects(self.state.modules, self.attributes, self.recorder.node_of),
+            effects=effects,
+        )
+
+    def _effects(self) -> list[Effect]:
+        """The writes to the user's objects, as effects that a captured step repeats."""
+        effects = []
+        for write in self.python.writes():
+            value = None if write.kind is WriteKind.REMOVE else write.value
+            flat = batch_tree.flatten(value)
+            self.checks.write(write, flat, self.python)
+            nodes = [self.recorder.node_of(tensor) for tensor in flat.tensors]
+            effects.append(Effect(write.content, write.key, write.kind, flat.structure, nodes))
+        self.state.contents = self.python.all_contents()
+        return effects
+
+    def _refuse_survivors(self) -> None:
+        """Refuse a step that leaves a fake tensor somewhere, where later code would find it."""
+        for tensor, source in self.recorder.survivors():
+            holder = holder_of(tensor)
+            self.checks.refuse_at(
+                user_line.Line(source.filename, source.lineno),
+                f"leaves a tensor behind{f' in {holder}' if holder else ''}, where Rekindle cannot "
+                "carry it over to captured steps",
+                "Return the tensor, or keep it in an attribute, a list or a dict.",
+            )
+
+    def refuse_counter(self, effect: Effect) -> NoReturn:
+        """Refuse a Python value that the step computes from its own earlier value."""
+        self.checks.refuse_at(
+            self.python.line_of(effect.content, effect.key),
+            f"{effect.name} depends on its own value in the step before, and the step reads it",
+            "Count outside the step, and pass what depends on the count in the batch, as a tensor "
+            "or, where it takes few values, as a number or bool.",
+        )
+
+    def refuse_difference(self, first: Recording, second: Recording) -> None:
+        """Refuse a step whose second trace differs from the first."""
+        found = first_difference(first, second)
+        if found is None:
+            return
+        what, source = found
+        self.checks.refuse_at(
+            user_line.Line(source.filename, source.lineno),
+            f"the step differs when it is traced a second time: {what}",
+            "It depends on something that changes by itself, such as an iterator, a file or the "
+            "time. Do that outside the step, and pass the result in the batch.",
         )
 
     @contextmanager
@@ -267,11 +339,12 @@ class _Capture:
         undo_settings = remember(self.optimizer.param_groups)  # which step() itself may change
         recorder.in_optimizer = True
         try:
-            if any(not self.optimizer.state.get(self.params[slot]) for slot in params):
-                recorder.is_paused = True  # creating the state is not part of a step
+            with self.python.paused():  # it runs in captured steps, too, with its own state
+                if any(not self.optimizer.state.get(self.params[slot]) for slot in params):
+                    recorder.is_paused = True  # creating the state is not part of a step
+                    self._plain_optimizer_step()
+                    recorder.is_paused = False
                 self._plain_optimizer_step()
-                recorder.is_paused = False
-            self._plain_optimizer_step()
         except Exception as error:
             log.info("the optimizer's operators cannot be recorded (%s); it is one op", error)
             is_opaque = True
@@ -300,10 +373,8 @@ class _Capture:
         parts = [*module.modules()]
         if any(StepState.has_tensors(part) for part in parts):
             raise _Restart(module)
-        for part in parts:
-            self.sandbox.add_module(part)
-        names = self.state.add_module(module)
-        self.attributes.update(note_attributes({n: self.state.modules[n] for n in names}))
+        for name in self.state.add_module(module):
+            self.python.add_module(name, self.state.modules[name])
 
     def _add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Note an optimizer that the user's own one wraps; any other would not be replayed."""
@@ -345,6 +416,10 @@ class _Capture:
             )
         if tensor.requires_grad:
             self.outside_leaves.append(tensor)
+        places = self.python.places_of(tensor)
+        if places:
+            slot = self.state.add_places(places, tensor)
+            return slot.kind, slot.name
         return EntryKind.EXTERNAL, str(count)
 
 

@@ -1,4 +1,4 @@
-"""Undoes everything that tracing a step does to the user's objects.
+"""Undoes what tracing a step does to tensors, the optimizer and random generators.
 
 Containers are restored key by key and never emptied: if a restore is interrupted, no attribute is
 missing, and restoring once more completes it.
@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from rekindle.torch_internals import disable_current_modes, set_version_counter
 
@@ -76,7 +75,7 @@ def _remember_tensor(tensor: torch.Tensor) -> Undo:
     return undo
 
 
-def _remember_attributes(obj: nn.Module | torch.optim.Optimizer, *containers: Any) -> Undo:
+def _remember_attributes(obj: torch.optim.Optimizer, *containers: Any) -> Undo:
     """An undo for changes to an object's attributes, and to the contents of some of them."""
     attributes = dict(obj.__dict__)
     contents = [remember(container) for container in containers]
@@ -105,17 +104,14 @@ def set_random_states(states: list[Any]) -> None:
 
 
 class Sandbox:
-    """Notes the state of modules, tensors, optimizers and generators, and restores it."""
+    """Notes the state of tensors, optimizers and generators, and restores it."""
 
     def __init__(
         self,
-        modules: list[nn.Module],
         tensors: list[torch.Tensor],
         optimizer: torch.optim.Optimizer,
     ) -> None:
         self._undo: list[Undo] = []
-        for module in modules:
-            self.add_module(module)
         for tensor in tensors:
             self.add_tensor(tensor)
         self.add_optimizer(optimizer)
@@ -125,12 +121,6 @@ class Sandbox:
     def add_tensor(self, tensor: torch.Tensor) -> None:
         """Note one more tensor."""
         self._undo.append(_remember_tensor(tensor))
-
-    def add_module(self, module: nn.Module) -> None:
-        """Note one more module."""
-        flat = vars(module).get("_flat_weights")  # nn.LSTM and its kin hold their parameters twice
-        undo = _remember_attributes(module, module._parameters, module._buffers, flat)
-        self._undo.append(undo)
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Note one more optimizer."""

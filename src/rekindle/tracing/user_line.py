@@ -35,6 +35,11 @@ class Line(NamedTuple):
 NOWHERE = Line("", 0)
 
 
+def frames() -> Iterator[FrameType]:
+    """The current frames, innermost first."""
+    return _frames(sys._getframe(1))
+
+
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
