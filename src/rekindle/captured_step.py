@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from pathlib import Path
@@ -30,11 +30,15 @@ from rekindle.report.summary import summarize
 from rekindle.rewriting.step_forms import updates_independently
 from rekindle.tracing import batch_tree, user_line
 from rekindle.tracing.contents import signature
+from rekindle.tracing.global_state import global_state
+from rekindle.tracing.guard import Guard
 from rekindle.tracing.preconditions import Checks
 from rekindle.tracing.tape import Recording
 from rekindle.units import format_bytes, format_us
 
 log = logging.getLogger("rekindle")
+
+_CHANGES_BEFORE_WARNING = 3
 
 
 class CapturedStep:
@@ -72,8 +76,9 @@ class CapturedStep:
         self._lock = threading.Lock()
         self._caller: object | None = None  # whose call is running
         self._has_dropped = False
+        self._n_changes: Counter[str] = Counter()  # captures by the Python value that had changed
         flat = batch_tree.flatten(batch)
-        Checks(user_line.definition(train_step)).batch(flat.structure)
+        Checks(user_line.definition(train_step)).batch(flat)
         self.first = self._capture(batch, self._key(flat))
         self._first_batch = [weakref.ref(tensor) for tensor in flat.tensors]
 
@@ -171,7 +176,7 @@ class CapturedStep:
     def _run(self, batch: Any) -> Any:
         flat = batch_tree.flatten(batch)
         key = self._key(flat)
-        for variant in self._known(key, flat.structure):
+        for variant in self._known(key, flat):
             state = _state_of(variant)
             if state is not None:
                 self._variants.move_to_end(key)
@@ -218,17 +223,14 @@ class CapturedStep:
         return (
             tuple(signature(tensor) for tensor in flat.tensors),
             flat.structure.key(),
-            tuple(
-                torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-                for kind in ("cpu", "cuda")
-            ),
+            global_state(),
         )
 
-    def _known(self, key: Hashable, structure: batch_tree.Structure) -> list[Variant]:
+    def _known(self, key: Hashable, flat: batch_tree.Flat) -> list[Variant]:
         try:
             return self._variants.get(key, [])
         except TypeError:  # something in the batch cannot be a key
-            Checks(user_line.definition(self._train_step)).batch(structure)
+            Checks(user_line.definition(self._train_step)).batch(flat)
             raise
 
     def _capture(self, batch: Any, key: Hashable) -> Variant:
@@ -248,6 +250,7 @@ class CapturedStep:
             self._request = self._request.without_results()
         if others:
             log.info("captured the step again: %s", others[-1].guard.reason)
+            self._warn_of_changes(others[-1].guard)
         elif self._variants:
             tensors = batch_tree.flatten(batch).tensors
             shapes = ", ".join(str(tuple(t.shape)) for t in tensors)
@@ -255,6 +258,17 @@ class CapturedStep:
         self._variants.setdefault(key, []).append(variant)
         self._drop_oldest()
         return variant
+
+    def _warn_of_changes(self, guard: Guard) -> None:
+        """Name a Python value that keeps changing, once."""
+        self._n_changes[guard.changed] += 1
+        if guard.changed and self._n_changes[guard.changed] == _CHANGES_BEFORE_WARNING:
+            log.warning(
+                "%s changes between steps, and each new value costs a capture (%s). If it is a "
+                "number that changes often, pass it in the batch as a tensor.",
+                guard.changed,
+                guard.reason,
+            )
 
     def _drop_oldest(self) -> None:
         while self.n_captures > self.max_captures:

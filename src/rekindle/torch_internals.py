@@ -60,8 +60,12 @@ from torch.optim.optimizer import (
     _global_optimizer_pre_hooks as global_optimizer_pre_hooks,
 )
 
+# Modes and hooks that a user has switched on around a step, which change what it runs.
+from torch.overrides import _get_current_function_mode_stack as function_modes
+
 # Nested batches and arguments as flat lists; the public equivalent, `optree`, is a dependency more.
 from torch.utils import _pytree as pytree
+from torch.utils._device import DeviceContext
 
 # Tracing sees every operator in a dispatch mode, and leaves it for real computation.
 from torch.utils._python_dispatch import (
@@ -71,6 +75,16 @@ from torch.utils._python_dispatch import (
 from torch.utils._python_dispatch import (
     _disable_current_modes as disable_current_modes,
 )
+from torch.utils._python_dispatch import (
+    _get_current_dispatch_mode_stack as dispatch_modes,
+)
+
+
+def default_saved_tensor_hooks() -> tuple[Any, Any] | None:
+    """The functions of the innermost `saved_tensors_hooks` block, if any."""
+    found: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return found
+
 
 FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"  # warns about ops that tracing handles itself
 

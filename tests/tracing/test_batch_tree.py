@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import OrderedDict, UserDict, namedtuple
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import rekindle
 from rekindle.tracing import batch_tree
 
 Pair = namedtuple("Pair", "first second")
@@ -115,3 +117,48 @@ def test_opaque_leaves() -> None:
     structure = batch_tree.flatten([torch.ones(1), constants, one, {"x": Sample(two)}]).structure
     assert batch_tree.opaque_leaves(structure) == [one, two]
     assert batch_tree.opaque_leaves(batch_tree.flatten(constants).structure) == []
+
+
+class Named(dict):  # type: ignore[type-arg]
+    """A dict with attributes of its own."""
+
+
+@dataclasses.dataclass
+class Labelled:
+    x: torch.Tensor
+
+
+def test_attributes_of_dicts_and_dataclasses_come_back() -> None:
+    batch, other = Named(x=torch.ones(2)), Labelled(torch.ones(2))
+    batch.scale, batch.weights = 3.0, torch.zeros(1)  # type: ignore[attr-defined]
+    other.scale = 2.0  # type: ignore[attr-defined]
+    for tree, scale in ((batch, 3.0), (other, 2.0)):
+        flat = batch_tree.flatten(tree)
+        rebuilt = flat.structure.rebuild(flat.tensors)
+        assert type(rebuilt) is type(tree)
+        assert rebuilt.scale == scale
+        key = flat.structure.key()
+        tree.scale = 4.0  # type: ignore[union-attr]
+        assert batch_tree.flatten(tree).structure.key() != key
+    assert torch.equal(batch_tree.flatten(batch).tensors[1], torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    ("batch", "problem"),
+    [
+        (torch.ones(2, 4).as_subclass(type("Own", (torch.Tensor,), {})), "a Own, a subclass"),
+        (torch.ones(2, 4, dtype=torch.complex64).conj(), "conjugated or negated"),
+        (Named(x=torch.ones(2, 4)), "object, which"),
+    ],
+)
+def test_batches_that_cannot_be_carried_are_refused(batch: Any, problem: str) -> None:
+    if isinstance(batch, Named):
+        batch.helper = object()  # type: ignore[attr-defined]
+    model = torch.nn.Linear(4, 2)
+
+    def train_step(model: Any, optimizer: Any, batch: Any) -> Any:
+        raise AssertionError("the batch is checked first")
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(rekindle.CaptureError, match=problem):
+        rekindle.optimize(train_step, model, optimizer, batch)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import numpy as np
@@ -79,7 +78,7 @@ def test_a_step_with_python_state(place: str, use: str) -> None:
     except rekindle.CaptureError as error:
         if not USES[use].may_refuse:
             raise
-        assert error.lineno
+        assert error.lineno  # noqa: PT017
         assert not any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(look()))
     else:
         assert differences(plain, state_of(model, optimizer)) == []

@@ -1,13 +1,14 @@
 """Splits batches and results into tensors and a hashable structure, and rebuilds them.
 
 torch's pytree handles tuples, lists, dicts, named tuples and registered classes. In addition, any
-other mapping that can be built from a dict and any dataclass is taken apart, so that a tokenizer's
-batch or the user's own batch class works.
+other mapping that can be built from a dict and any dataclass is taken apart, with its attributes,
+so that a tokenizer's batch or the user's own batch class works.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections import UserDict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -20,6 +21,10 @@ CONSTANTS = (
     *(type(None), bool, int, float, complex, str, bytes),
     *(torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout),
 )
+
+
+# A tokenizer's own notes in a batch of transformers, which raises an error where they are missing.
+_LEFT_OUT = {"_encodings", "_n_sequences"}
 
 
 class Flat(NamedTuple):
@@ -63,17 +68,18 @@ def leaf_key(leaf: Any) -> tuple[Any, ...]:
 
 
 class _Container(NamedTuple):
-    """A mapping or dataclass that pytree does not know, as the dict of its content."""
+    """A mapping or dataclass that pytree does not know: its items, if any, and its attributes."""
 
     kind: type
     content: Structure
 
     def rebuild(self, tensors: Iterator[torch.Tensor]) -> Any:
-        content = self.content.rebuild(tensors)
-        if issubclass(self.kind, Mapping):
-            return self.kind(content)  # type: ignore[call-arg]
-        instance: Any = object.__new__(self.kind)
-        for name, value in content.items():
+        items, attributes = self.content.rebuild(tensors)
+        if items is None:
+            instance: Any = object.__new__(self.kind)
+        else:
+            instance = self.kind(items)
+        for name, value in attributes.items():
             object.__setattr__(instance, name, value)
         return instance
 
@@ -96,11 +102,15 @@ def flatten(tree: Any) -> Flat:
     return Flat(tensors, Structure(tuple(kept), spec))
 
 
-def _content(leaf: Any) -> dict[str, Any] | None:
+def _content(leaf: Any) -> tuple[dict[Any, Any] | None, dict[str, Any]] | None:
+    """The items and attributes of a mapping or dataclass; None for anything else."""
     if isinstance(leaf, Mapping):
-        return dict(leaf)
+        left_out = _LEFT_OUT | {"data"} if isinstance(leaf, UserDict) else _LEFT_OUT
+        attributes = getattr(leaf, "__dict__", {}).items()
+        return dict(leaf), {key: value for key, value in attributes if key not in left_out}
     if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-        return {f.name: getattr(leaf, f.name) for f in dataclasses.fields(leaf)}
+        fields = {f.name: getattr(leaf, f.name) for f in dataclasses.fields(leaf)}
+        return None, {**getattr(leaf, "__dict__", {}), **fields}
     return None
 
 

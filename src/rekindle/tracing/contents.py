@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import operator
 import pickle
@@ -309,6 +310,9 @@ def freeze(value: Any) -> Any:
         return type(value), frozenset(map(freeze, value))
     if isinstance(value, CONSTANTS):
         return batch_tree.leaf_key(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = (getattr(value, field.name, None) for field in dataclasses.fields(value))
+        return (type(value), *map(freeze, fields))
     if isinstance(value, types.MethodType):
         return types.MethodType, Same(value.__func__), Same(value.__self__)
     return Same(value)

@@ -126,12 +126,16 @@ class _PythonGuard:
         self._written = {id(c): {k for i, k in written if i == id(c)} for c in self._contents}
         self._frozen: dict[int, dict[Any, Any]] = {}
         self._shown: dict[tuple[int, Any], str] = {}
+        self._owners: dict[tuple[int, Any], Any] = {}  # entries with a content of their own
+        owners = {id(content.owner): content.owner for content in self._contents}
         self._live: list[dict[Any, Any]] = []
         self._others: list[Content] = []
         for content in self._contents:
             own = id(content)
             kept = {k: v for k, v in content.before.items() if k not in self._unread[own]}
             self._frozen[own] = {key: freeze(value) for key, value in kept.items()}
+            own_content = {k: v for k, v in kept.items() if owners.get(id(v)) is v}
+            self._owners.update(((own, key), value) for key, value in own_content.items())
             shown = {k: _short(v) for k, v in kept.items() if isinstance(v, CONSTANTS)}
             self._shown.update(((own, key), text) for key, text in shown.items())
             if is_live(content) and not self._unread[own] and not self._written[own]:
@@ -185,6 +189,8 @@ class _PythonGuard:
         unread = self._unread[id(content)]
         for key in (*frozen, *(key for key in now if key not in frozen and key not in unread)):
             value = now.get(key, ABSENT)
+            if value is self._owners.get((id(content), key), ABSENT) and value is not ABSENT:
+                continue
             if key in frozen and value is not ABSENT and freeze(value) == frozen[key]:
                 continue
             self.changed = content.label(key)

@@ -10,6 +10,7 @@ from torch import fx, nn
 from torch.nn.parameter import UninitializedParameter
 
 from rekindle.errors import CaptureError
+from rekindle.torch_internals import FakeTensor
 from rekindle.tracing import batch_tree
 from rekindle.tracing.contents import Array, RandomState
 from rekindle.tracing.python_state import PythonState, Write
@@ -19,6 +20,9 @@ from rekindle.tracing.undo import Sandbox
 from rekindle.tracing.user_line import Line
 
 _DRAW_WITH_TORCH = "Draw with torch (torch.rand, torch.randint), which the capture can record."
+
+
+_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 
 class Checks:
@@ -62,9 +66,20 @@ class Checks:
                     "torch.backends.cudnn.enabled = False.",
                 )
 
-    def batch(self, structure: batch_tree.Structure) -> None:
-        """The batch consists of tensors and constants."""
-        self._leaves(structure, "the batch contains", "Pass tensors and plain numbers")
+    def batch(self, batch: batch_tree.Flat) -> None:
+        """The batch consists of plain tensors and constants."""
+        self._leaves(batch.structure, "the batch contains", "Pass tensors and plain numbers")
+        for tensor in batch.tensors:
+            if type(tensor) not in _TENSORS and not isinstance(tensor, FakeTensor):
+                self._refuse(
+                    f"the batch contains a {type(tensor).__name__}, a subclass of Tensor",
+                    "Pass plain tensors: x.as_subclass(torch.Tensor), or x.full_tensor().",
+                )
+            if tensor.layout is torch.strided and (tensor.is_conj() or tensor.is_neg()):
+                self._refuse(
+                    "the batch contains a tensor that is conjugated or negated lazily",
+                    "Pass x.resolve_conj() or x.resolve_neg().",
+                )
 
     def result(self, structure: batch_tree.Structure) -> None:
         """The result consists of tensors and constants."""

@@ -15,6 +15,7 @@ import functools
 import gc
 import io
 import logging
+import os
 import random
 import sys
 import types
@@ -208,6 +209,8 @@ class PythonState:
     def _note_chain(self, value: Any, attributes: list[str]) -> None:
         """Note the attributes of modules in `module.attribute`, or `package.module.attribute`."""
         for name in attributes:
+            if value is os and name in ("environ", "environb", "getenv"):
+                self._visit(os.environ, "os.environ")
             is_module = isinstance(value, types.ModuleType)
             if not is_module or not is_noted_file(getattr(value, "__file__", None) or ""):
                 return
@@ -314,6 +317,8 @@ class PythonState:
                 self._tensors.setdefault(id(value), (value, []))
             case nn.Module():
                 self._visit_module(path, value)
+            case types.FunctionType() if value is os.getenv:
+                self._visit(os.environ, "os.environ")
             case types.FunctionType():
                 self._functions.setdefault(value.__code__, []).append(value)
                 if value.__code__ in self.codes:
@@ -511,8 +516,9 @@ def _slots(cls: type) -> dict[str, Any]:
 def holder_of(tensor: torch.Tensor) -> str:
     """A description of an object that holds a tensor; empty if it cannot be found."""
     for holder in gc.get_referrers(tensor):
-        if not isinstance(holder, (FrameType, list)) or len(gc.get_referrers(holder)) > 1:
-            owners = [type(o).__name__ for o in gc.get_referrers(holder) if hasattr(o, "__dict__")]
-            kind = type(holder).__name__
-            return f"a {kind} of a {owners[0]}" if kind == "dict" and owners else f"a {kind}"
+        if isinstance(holder, dict):
+            owners = [o for o in gc.get_referrers(holder) if getattr(o, "__dict__", None) is holder]
+            return f"a {type(owners[0]).__name__}" if owners else "a dict"
+        if not isinstance(holder, (FrameType, list, tuple)):
+            return f"a {type(holder).__name__}"
     return ""

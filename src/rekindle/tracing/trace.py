@@ -132,7 +132,7 @@ class _Capture:
 
     def _record(self, interruptible: Callable[[], AbstractContextManager[None]]) -> Recording:
         self.checks.devices(self.params.values())
-        self.checks.batch(self.batch.structure)
+        self.checks.batch(self.batch)
         old_grads = [param.grad for param in self.params.values()]
         old_settings = settings(self.optimizer)
         requires_grad = [(slot, slot.get().requires_grad) for slot in self.state.slots]

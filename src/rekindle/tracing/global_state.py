@@ -1,0 +1,58 @@
+"""Settings of the process and the thread that decide which operators a step runs."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch.nn.modules import module as module_hooks
+from torch.nn.utils import parametrize
+
+from rekindle.torch_internals import (
+    DeviceContext,
+    default_saved_tensor_hooks,
+    dispatch_modes,
+    function_modes,
+    global_optimizer_post_hooks,
+    global_optimizer_pre_hooks,
+)
+from rekindle.tracing.contents import Same
+
+_GLOBAL_HOOKS: tuple[dict[Any, Any], ...] = (
+    *(value for name, value in vars(module_hooks).items() if name.startswith("_global_")),
+    global_optimizer_pre_hooks,
+    global_optimizer_post_hooks,
+)
+_GLOBAL_HOOKS = tuple(hooks for hooks in _GLOBAL_HOOKS if isinstance(hooks, dict))
+_cuda, _cudnn, _mkldnn = torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn
+
+
+def global_state() -> Hashable:
+    """All settings; steps captured under equal ones run the same operators."""
+    hooks = default_saved_tensor_hooks()
+    return (
+        tuple(
+            torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+            for kind in ("cpu", "cuda")
+        ),
+        torch.is_autocast_cache_enabled(),
+        torch.get_default_dtype(),
+        torch.is_inference_mode_enabled(),
+        torch.get_deterministic_debug_mode(),
+        torch.get_float32_matmul_precision(),
+        (_cuda.flash_sdp_enabled(), _cuda.mem_efficient_sdp_enabled(), _cuda.math_sdp_enabled()),
+        _cuda.cudnn_sdp_enabled(),
+        (_cudnn.enabled, _cudnn.benchmark, _cudnn.deterministic, _cudnn.allow_tf32),
+        (_mkldnn.enabled, _mkldnn.deterministic),
+        parametrize._cache_enabled,
+        tuple((key, Same(hook)) for each in _GLOBAL_HOOKS if each for key, hook in each.items()),
+        None if hooks is None else tuple(map(Same, hooks)),
+        tuple(map(_mode_key, function_modes())),
+        tuple(map(_mode_key, dispatch_modes())),
+    )
+
+
+def _mode_key(mode: Any) -> Hashable:
+    device = mode.device if isinstance(mode, DeviceContext) else None
+    return type(mode), str(device)
