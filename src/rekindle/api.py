@@ -28,6 +28,7 @@ from rekindle.measuring.bitwise_compare import compare
 from rekindle.measuring.measure import measured_profile
 from rekindle.pipeline import PlanRequest
 from rekindle.planners.registry import find_planner
+from rekindle.tracing.trace import python_snapshot
 from rekindle.units import parse_budget
 
 
@@ -134,7 +135,9 @@ def verify(
 ) -> Comparison:
     """Train with the plain step and under a budget, from the same state, and compare every bit.
 
-    Both trainings run on copies: `model`, `optimizer` and the random generators stay as they are.
+    Both trainings run on copies: `model`, `optimizer`, the random generators and the Python state
+    that the step changes stay as they are. Where bits differ, the plain training is repeated:
+    `.is_deterministic` is False, and `.plain_differences` not empty, if it differs from itself.
     The result's `.equal` is True if all bits are the same, `.differences` lists those that are not;
     it also has peak and step time of both, measured and forecast. A compiled step is compared with
     a compiled one that drops nothing; `.rounding` is how far that is from the plain step.
@@ -151,11 +154,17 @@ def verify(
     True
     """
 
+    restore = python_snapshot(train_step, *deepcopy((model, optimizer)), batch)
+
     def make() -> tuple[Any, nn.Module, torch.optim.Optimizer, Any]:
+        restore()
         return train_step, *deepcopy((model, optimizer)), batch
 
     within = partial(optimize, budget=budget, planner=planner, engine=engine)
-    return compare(make, within, steps=steps, unplanned=partial(optimize, engine=engine))
+    try:
+        return compare(make, within, steps=steps, unplanned=partial(optimize, engine=engine))
+    finally:
+        restore()
 
 
 def profile(

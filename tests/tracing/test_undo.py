@@ -152,7 +152,7 @@ def test_an_interrupted_restore_lacks_nothing_and_can_be_completed() -> None:
     model, optimizer = made()
     batch = torch.linspace(-1, 1, 8).view(2, 4)
     sandbox = Sandbox([*model.parameters()], optimizer)
-    python = PythonState(dict(model.named_modules()), train_step)
+    python = PythonState(dict(model.named_modules()), train_step, optimizer)
     files = ("tracing/undo.py", "tracing/contents.py", "tracing/python_state.py")
 
     def restore() -> None:

@@ -60,7 +60,8 @@ def compare(
     the same seed; the random generators are restored afterwards. `optimize` returns a `TrainStep`.
     `on_stage` is called with a description of each stage as it begins. If there is a budget, a
     plain step that runs out of memory is a result, not an error. A compiled step is compared with
-    the step that `unplanned` returns, which is compiled, too, and recomputes nothing.
+    the step that `unplanned` returns, which is compiled, too, and recomputes nothing. If anything
+    differs, the plain training is run once more, to see whether it is deterministic at all.
     """
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
 
@@ -116,6 +117,12 @@ def compare(
                 gc.collect()
                 found = _compared(found, captured.state, other.state)
             plain = trained(None, "without Rekindle")
+            if other is None and differences(plain.state, captured.state):
+                del plain.step
+                gc.collect()
+                again = trained(None, "without Rekindle, once more")
+                uneven = tuple(differences(plain.state, again.state))
+                found = replace(found, plain_differences=uneven)
         except torch.OutOfMemoryError:
             if found.budget_bytes is None:
                 raise

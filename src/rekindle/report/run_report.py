@@ -85,6 +85,7 @@ def run_data(comparison: Comparison, summary: Summary | None = None) -> dict[str
         "budget_bytes": comparison.budget_bytes,
         "is_within_budget": comparison.is_within_budget,
         "differences": list(comparison.differences),
+        "plain_differences": list(comparison.plain_differences),
         "compared": dict(comparison.compared),
         "capture_us": comparison.capture_us,
         "graph": {
@@ -172,6 +173,11 @@ def _verdict(comparison: Comparison) -> tuple[Text, Text]:
         counts = f"after {steps}, bit for bit{to_what}: {_counts(comparison)}"
         return Text("equal", style="bold green"), Text(counts)
     differing = f"after {steps}: {_names(comparison.differences)}"
+    if not comparison.is_deterministic:
+        differing += (
+            "; but the plain step is not deterministic, two plain trainings differ in "
+            f"{_names(comparison.plain_differences)}"
+        )
     return Text("different", style="bold red"), Text(differing)  # names may hold brackets
 
 

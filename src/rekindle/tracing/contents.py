@@ -121,6 +121,14 @@ class Attributes(Items):
         self.names = names
         super().__init__(path, owner)
 
+    def is_identical(self, last: Mapping[Any, Any]) -> bool:
+        if self.names is None or len(self.names) < len(self.attributes):
+            return super().is_identical(last)
+        attributes = self.attributes
+        if not all(attributes.get(key, ABSENT) is value for key, value in last.items()):
+            return False
+        return len(self.names.intersection(attributes)) == len(last)
+
     def read(self) -> Mapping[Any, Any]:
         if self.names is None:
             return self.attributes  # type: ignore[no-any-return]

@@ -147,8 +147,9 @@ class _PythonGuard:
 
     def _remember(self) -> None:
         self._sizes = list(map(len, self._live))
-        self._keys = list(chain.from_iterable(self._live))
-        self._values = list(chain.from_iterable(each.values() for each in self._live))
+        self._filled = [each for each in self._live if each]
+        self._keys = list(chain.from_iterable(self._filled))
+        self._values = list(chain.from_iterable(each.values() for each in self._filled))
         self._last = [self._stable(content) for content in self._others]
 
     def _stable(self, content: Content) -> dict[Any, Any] | None:
@@ -173,9 +174,9 @@ class _PythonGuard:
         """True if every entry is the object that it was in the last step."""
         if list(map(len, self._live)) != self._sizes:
             return False
-        if list(chain.from_iterable(self._live)) != self._keys:
+        if list(chain.from_iterable(self._filled)) != self._keys:
             return False
-        values = chain.from_iterable(each.values() for each in self._live)
+        values = chain.from_iterable(each.values() for each in self._filled)
         if not all(map(operator.is_, values, self._values)):
             return False
         return all(

@@ -106,7 +106,12 @@ class Write:
 class PythonState:
     """Finds and notes the Python state of a step while the step is traced."""
 
-    def __init__(self, modules: Mapping[str, nn.Module], train_step: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        train_step: Callable[..., Any],
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
         self._contents: dict[tuple[int, type], Content] = {}  # each holds its owner
         self.codes: dict[CodeType, CodeNames] = {}  # of functions that have run
         self._names: set[str] = set()
@@ -122,6 +127,7 @@ class PythonState:
         self._is_draining = False
         for path, module in modules.items():
             self._visit_module(path, module)
+        self._visit(optimizer, "optimizer")
         self._visit(train_step, getattr(train_step, "__name__", "train_step"))
 
     def add_module(self, path: str, module: nn.Module) -> None:
@@ -252,6 +258,8 @@ class PythonState:
         self._contents[id(module.__dict__), Attributes] = content
         self._visit_class(type(module))
         for key, value in content.before.items():
+            if key.startswith(_OF_STATE_DICTS):
+                continue
             if key in _REGISTRIES:
                 self._visit_attributes(path, value, value, None)
             else:
@@ -356,6 +364,8 @@ class PythonState:
                 self._visit_object(path, value)
 
     def _visit_object(self, path: str, value: Any) -> None:
+        if type(value).__module__.startswith(("torch._", "torch.jit", "torch.fx")):
+            return  # operators and compiled functions
         if isinstance(value, (MutableMapping, list, deque, MutableSet)):
             if len(value) > _MAX_ELEMENTS:
                 log.warning(
@@ -422,6 +432,10 @@ class PythonState:
         """Where the user's objects hold a tensor."""
         held, places = self._tensors.get(id(tensor), (None, []))
         return places if held is tensor else []
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors in the state."""
+        return [tensor for tensor, _ in self._tensors.values()]
 
     def writes(self) -> list[Write]:
         """Every entry that the step has changed."""
@@ -495,6 +509,7 @@ class PythonState:
             content.restore()
 
 
+_OF_STATE_DICTS = ("_non_persistent_buffers", "_state_dict", "_load_state_dict")
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 
 

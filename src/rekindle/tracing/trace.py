@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from rekindle.errors import CaptureError
+from rekindle.errors import CaptureError, RekindleError
 from rekindle.torch_internals import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -80,6 +80,32 @@ def record(
     return recording
 
 
+def python_snapshot(
+    train_step: Callable[..., Any],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Any,
+) -> Callable[[], None]:
+    """A function that gives the step's Python state its present content, as often as it is called.
+
+    It covers the values of the tensors in it, too, but for those of the model and the optimizer.
+    """
+    capture = _Capture(train_step, model, optimizer, batch, [], {"placeholder_grads"})
+    with suppress(_Restart, RekindleError):  # what a refused step reads is known, too
+        capture.run()
+    inside = {id(tensor): tensor for tensor in capture.state.tensors()}
+    tensors = [tensor for tensor in capture.python.tensors() if id(tensor) not in inside]
+    values = [tensor.detach().clone() for tensor in tensors]
+
+    def restore() -> None:
+        capture.python.restore()
+        with torch.no_grad():
+            for tensor, value in zip(tensors, values, strict=True):
+                tensor.copy_(value)
+
+    return restore
+
+
 class _Restart(BaseException):
     """Trace again: without an option, or with one more module whose tensors the step uses."""
 
@@ -105,7 +131,7 @@ class _Capture:
         self.checks = Checks(self.step_line)
         self.state = StepState(model, optimizer, others)
         self.checks.modules(self.state.modules)
-        self.python = PythonState(self.state.modules, train_step)
+        self.python = PythonState(self.state.modules, train_step, optimizer)
         self.params = self.state.params()
         self.fake_mode = FakeTensorMode()
         self.recorder = Recorder(self.fake_mode, self.step_line, self._name_unknown)
@@ -145,6 +171,7 @@ class _Capture:
                 self._place_grads()
                 with self.recorder, interruptible(), self.python.watching():
                     result = self._call_step(self.batch.structure.rebuild(batch))
+                self.checks.settings_unchanged(old_settings, settings(self.optimizer))
                 self.checks.no_iterator(self.python)
                 effects = self._effects()
             finally:
@@ -154,7 +181,6 @@ class _Capture:
         self.checks.no_outside_gradients([*self.outside_leaves, *batch])
         self.checks.requires_grad_unchanged(requires_grad)
         self.checks.batch_memory_is_distinct(self.batch.tensors, batch_nodes, self.recorder.tape)
-        self.checks.settings_unchanged(old_settings, settings(self.optimizer))
         self.checks.randomness(self.sandbox)
         self.checks.result(flat.structure)
         for _, state in self.state.optimizer_state():

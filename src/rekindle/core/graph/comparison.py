@@ -27,6 +27,9 @@ class Comparison:
     A step that `is_compiled` may round differently from the plain one. It is compared with another
     compiled step that drops nothing; `rounding` is the largest relative difference between the
     results of that step and of the plain one, None if there is no plain step.
+
+    Where something differs, the plain training is run once more: `plain_differences` names what
+    differs between two plain trainings, which then cannot be compared with anything bit for bit.
     """
 
     graph: StepGraph
@@ -46,6 +49,7 @@ class Comparison:
     plain_profile: Profile | None = None
     is_compiled: bool = False
     rounding: float | None = None
+    plain_differences: tuple[str, ...] = ()
 
     @property
     def steps(self) -> int:
@@ -56,6 +60,11 @@ class Comparison:
     def equal(self) -> bool:
         """True if everything was compared and nothing differs."""
         return bool(self.compared) and not self.differences
+
+    @property
+    def is_deterministic(self) -> bool:
+        """False if two plain trainings from the same state were found to differ."""
+        return not self.plain_differences
 
     @property
     def is_within_budget(self) -> bool:
@@ -74,6 +83,8 @@ class Comparison:
 
     def _facts(self) -> dict[str, object]:
         verdict = "not compared" if not self.compared else "equal" if self.equal else "different"
+        if not self.is_deterministic:
+            verdict = "the plain step is not deterministic: different"
         steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
         facts: dict[str, object] = {"result": f"{verdict} after {steps}"}
         if self.plain_fits:
