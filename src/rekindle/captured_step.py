@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from rekindle.core.graph.schedule import Plan
 from rekindle.core.graph.simulate import Trace, simulate
 from rekindle.core.memory.layout import layout
 from rekindle.core.notebook import html_table, one_line
+from rekindle.core.uncopyable import Uncopyable
 from rekindle.engines.engine import EngineInfo
 from rekindle.engines.select_engine import EngineFactory
 from rekindle.errors import RekindleError, ReportError
@@ -37,7 +38,7 @@ from rekindle.units import format_bytes, format_us
 log = logging.getLogger("rekindle")
 
 
-class CapturedStep:
+class CapturedStep(Uncopyable):
     """A training step captured as one graph. Call it with a batch, as often as you like.
 
     A batch of another shape, or a model switched between training and evaluation mode, is captured
@@ -282,7 +283,7 @@ class CapturedStep:
     _repr_html_ = html_table
 
 
-class TrainStep:
+class TrainStep(Uncopyable):
     """A training step to train with: ``loss = step(batch)``."""
 
     def __init__(self, captured: CapturedStep) -> None:
@@ -404,13 +405,6 @@ class TrainStep:
             plain_profile=self.plain_profile,
         )
         write_html(Path(path), summary, layout=layout(self.graph, plan))
-
-    def __reduce__(self) -> NoReturn:
-        """Refuse to be pickled or copied: the step is bound to the model that it trains."""
-        raise TypeError(
-            "a TrainStep cannot be pickled or copied: save model.state_dict() and "
-            "optimizer.state_dict(), the plan with rekindle.save_plan, and call optimize again."
-        )
 
     def _facts(self) -> dict[str, object]:
         plan, facts = self.plan, dict[str, object](ops=f"{len(self.graph.ops):,}")

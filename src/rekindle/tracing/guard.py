@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from rekindle.core.identity import IdentityDict
+from rekindle.core.uncopyable import Uncopyable
 from rekindle.tracing import batch_tree
 from rekindle.tracing.tape import Recording
 
@@ -27,7 +29,7 @@ def signature(tensor: torch.Tensor) -> Hashable:
     return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
 
 
-class Guard:
+class Guard(Uncopyable):
     """Fetches the tensors that a captured step works on, if nothing relevant has changed."""
 
     def __init__(self, recording: Recording) -> None:
@@ -45,7 +47,9 @@ class Guard:
         self._remember(tensors)
         self._grads = [(use.slot, use.existed) for use in recording.grads if use.reads_old]
         self._effects = [(e.container, e.key, _without_values(e.before)) for e in recording.effects]
-        changing = {(id(effect.container), effect.key) for effect in recording.effects}
+        changing: IdentityDict[set[str]] = IdentityDict()
+        for effect in recording.effects:
+            changing.setdefault(effect.container, set()).add(effect.key)
         self._modules = _ModuleAttributes([*state.modules.items()], changing)
 
     def fetch(self) -> list[torch.Tensor] | None:
@@ -103,7 +107,7 @@ class _ModuleAttributes:
     """The attributes, submodules and hooks of modules. Tensors are checked by their slots."""
 
     def __init__(
-        self, modules: list[tuple[str, nn.Module]], changing: set[tuple[int, str]]
+        self, modules: list[tuple[str, nn.Module]], changing: IdentityDict[set[str]]
     ) -> None:
         self._named = modules
         self._all_before = [self._constants(module.__dict__, changing) for _, module in modules]
@@ -123,14 +127,14 @@ class _ModuleAttributes:
         ]
 
     @staticmethod
-    def _constants(attributes: dict[str, Any], changing: set[tuple[int, str]]) -> dict[str, Any]:
-        owner = id(attributes)
+    def _constants(attributes: dict[str, Any], changing: IdentityDict[set[str]]) -> dict[str, Any]:
+        effects = changing.get(attributes, ())
         return {
             key: copy.copy(value)
             if type(value) in (list, dict, set) and not key.startswith("_")
             else value
             for key, value in attributes.items()
-            if not isinstance(value, torch.Tensor) and (owner, key) not in changing
+            if not isinstance(value, torch.Tensor) and key not in effects
         }
 
     def are_unchanged(self) -> bool:

@@ -16,6 +16,16 @@ from rekindle.tracing.tape import Tape
 from rekindle.tracing.undo import Sandbox
 from rekindle.tracing.user_line import Line
 
+# Problems and advice
+SEEDS = (
+    "the step seeds a random generator",
+    "Call torch.manual_seed outside the step; each step continues the random stream.",
+)
+DRAWS = (
+    "the step draws from Python's or numpy's random generator",
+    "Draw with torch (torch.rand, torch.randint), which the capture can record.",
+)
+
 
 class Checks:
     """Each check raises a CaptureError that names the line on which the step is defined."""
@@ -121,18 +131,16 @@ class Checks:
                 "Change learning rates and other settings between steps, outside the step.",
             )
 
-    def randomness(self, sandbox: Sandbox) -> None:
-        """Only torch's operators draw random numbers, and no generator is seeded."""
+    def randomness(self, sandbox: Sandbox, *, others_drew: bool) -> None:
+        """Only torch's operators draw random numbers, and no generator is seeded.
+
+        The interception has refused what it saw. `others_drew` is True if it saw another thread
+        draw from Python's or numpy's generator.
+        """
         if sandbox.seeded_torch():
-            self._refuse(
-                "the step seeds a random generator",
-                "Call torch.manual_seed outside the step; each step continues the random stream.",
-            )
-        if sandbox.used_python_random():
-            self._refuse(
-                "the step draws from Python's or numpy's random generator",
-                "Draw with torch (torch.rand, torch.randint), which the capture can record.",
-            )
+            self._refuse(*SEEDS)
+        if not others_drew and sandbox.used_python_random():
+            self._refuse(*DRAWS)
 
 
 def settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

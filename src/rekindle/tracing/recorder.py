@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from rekindle.core.graph.graph import Source
+from rekindle.core.identity import IdentityDict
 from rekindle.errors import CaptureError
 from rekindle.torch_internals import (
     FakeTensor,
@@ -92,12 +93,13 @@ class Recorder(TorchDispatchMode):
         self.in_backward = False
         self.in_optimizer = False
         self.is_paused = False
+        self.refusal: CaptureError | None = None
         self.on_value_read: Callable[[user_line.Line], None] | None = None
         self._constants = _ConstantValues()
         self._fake_mode = fake_mode
         self._step_line = step_line
         self._name_unknown = name_unknown
-        self._twin_of_real: dict[int, torch.Tensor] = {}
+        self._twin_of_real: IdentityDict[torch.Tensor] = IdentityDict()
         self._views: dict[Hashable, fx.Node] = {}
         self._node_of_storage: dict[int, fx.Node] = {}
         self._storage_index: dict[int, int] = {}
@@ -117,13 +119,13 @@ class Recorder(TorchDispatchMode):
         self.tape.entries.append(Entry(kind, name, node, tensor))
         if not isinstance(tensor, FakeTensor):
             twin = self._fake_mode.from_tensor(tensor)
-            self._twin_of_real[id(tensor)] = tensor = twin
+            self._twin_of_real[tensor] = tensor = twin
         self._hold(node, tensor)
         return node
 
     def node_of(self, tensor: torch.Tensor) -> fx.Node:
         """The node of a tensor; an unknown tensor becomes an input of the graph."""
-        fake = self._twin_of_real.get(id(tensor), tensor)
+        fake = self._twin_of_real.get(tensor, tensor)
         node: fx.Node | None = getattr(fake, "_rekindle_node", None)
         return node or self.enter_tensor(*self._name_unknown(tensor), tensor)
 
@@ -138,7 +140,7 @@ class Recorder(TorchDispatchMode):
                 )
             return tensor
         self.node_of(tensor)
-        return self._twin_of_real[id(tensor)]
+        return self._twin_of_real[tensor]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -217,9 +219,9 @@ class Recorder(TorchDispatchMode):
         if storage.device.type != "meta":
             pointer = storage.data_ptr()
             twins = (
-                self._twin_of_real[id(e.tensor)]
+                self._twin_of_real[e.tensor]
                 for e in self.tape.entries
-                if id(e.tensor) in self._twin_of_real
+                if e.tensor in self._twin_of_real
                 and e.tensor.untyped_storage().data_ptr() == pointer
             )
             storage = next((twin.untyped_storage() for twin in twins), storage)
@@ -375,7 +377,10 @@ class Recorder(TorchDispatchMode):
     def refuse(self, problem: str, advice: str) -> NoReturn:
         """Raise a CaptureError that names the user's current line."""
         line = user_line.user_line(user_line.current_lines(), self._step_line)
-        raise CaptureError(problem, filename=line.filename, lineno=line.lineno, advice=advice)
+        self.refusal = CaptureError(
+            problem, filename=line.filename, lineno=line.lineno, advice=advice
+        )
+        raise self.refusal
 
 
 def _layout(arg: Any) -> Hashable:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+from rekindle.core.identity import IdentityDict
 from rekindle.errors import CaptureError
 from rekindle.torch_internals import (
     DataDependentOutputException,
@@ -19,12 +20,13 @@ from rekindle.torch_internals import (
     UnsupportedOperatorException,
 )
 from rekindle.tracing import batch_tree, intercept, user_line
+from rekindle.tracing.capture_thread import ThreadPatches, capture_lock
 from rekindle.tracing.cpu_as_gpu import gpu_operators
 from rekindle.tracing.preconditions import Checks, settings
 from rekindle.tracing.recorder import Recorder
 from rekindle.tracing.step_state import EntryKind, StepState, find_effects, note_attributes
 from rekindle.tracing.tape import GradUse, OptimizerCall, Recording, run_optimizer
-from rekindle.tracing.undo import Sandbox, remember, replaced, uninterrupted
+from rekindle.tracing.undo import Interruptible, Sandbox, remember, uninterrupted
 
 log = logging.getLogger("rekindle")
 
@@ -51,7 +53,8 @@ def record(
     others: list[nn.Module] = []
     while True:
         try:
-            return _Capture(train_step, model, optimizer, batch, others, options).run()
+            with capture_lock:
+                return _Capture(train_step, model, optimizer, batch, others, options).run()
         except _Restart as restart:
             if isinstance(restart.change, str):
                 options.discard(restart.change)
@@ -91,7 +94,7 @@ class _Capture:
         self.options = options
         if "hides_fakes" in options:
             self.recorder.on_value_read = self._on_value_read
-        self.placeholder_grads: dict[int, torch.Tensor] = {}  # by identity of the parameter
+        self.placeholder_grads: IdentityDict[torch.Tensor] = IdentityDict()  # by parameter
         self.old_grads_cleared: list[bool] | None = None
         self.outside_leaves: list[torch.Tensor] = []
         modules = list(self.state.modules.values())
@@ -108,7 +111,7 @@ class _Capture:
         recording.drop_dead_calls()
         return recording
 
-    def _record(self, interruptible: Callable[[], AbstractContextManager[None]]) -> Recording:
+    def _record(self, interruptible: Callable[[], Interruptible]) -> Recording:
         self.checks.devices(self.params.values())
         self.checks.batch(self.batch.structure)
         old_grads = [param.grad for param in self.params.values()]
@@ -118,17 +121,20 @@ class _Capture:
             self.recorder.enter_tensor(slot.kind, slot.name, slot.get())
         batch = [self._enter_batch(i, t) for i, t in enumerate(self.batch.tensors)]
         batch_nodes = [self.recorder.node_of(tensor) for tensor in batch]
-        with self._patches(), self.fake_mode:
+        with self._patches() as others_drew, self.fake_mode:
             self._place_grads()
             with self.recorder, interruptible():
                 result = self._call_step(self.batch.structure.rebuild(batch))
+            if self.recorder.refusal is not None:  # the step caught it, and went on
+                raise self.recorder.refusal
+            drew = others_drew()
         flat = batch_tree.flatten(result)
         self.checks.trains(self.recorder.tape)
         self.checks.no_outside_gradients([*self.outside_leaves, *batch])
         self.checks.requires_grad_unchanged(zip(self.state.slots, requires_grad, strict=True))
         self.checks.batch_memory_is_distinct(self.batch.tensors, batch_nodes, self.recorder.tape)
         self.checks.settings_unchanged(old_settings, settings(self.optimizer))
-        self.checks.randomness(self.sandbox)
+        self.checks.randomness(self.sandbox, others_drew=drew)
         self.checks.result(flat.structure)
         for _, state in self.state.optimizer_state():
             self.recorder.node_of(state)
@@ -143,23 +149,25 @@ class _Capture:
         )
 
     @contextmanager
-    def _patches(self) -> Iterator[None]:
+    def _patches(self) -> Iterator[Callable[[], bool]]:
         with ExitStack() as stack:
-            stack.enter_context(replaced(self.optimizer, "step", self._optimizer_step))
-            stack.enter_context(replaced(torch.autograd, "backward", self._backward))
-            stack.enter_context(
+            patches = stack.enter_context(ThreadPatches(self.recorder))
+            patches.replace(self.optimizer, "step", self._optimizer_step)
+            patches.replace(torch.autograd, "backward", self._backward)
+            others_drew = stack.enter_context(
                 intercept.intercepted(
                     self.recorder,
+                    patches,
                     self.state.modules,
                     on_unknown=self._add_module,
                     on_optimizer=self._add_optimizer,
                 )
             )
             if "hides_fakes" in self.options:
-                stack.enter_context(intercept.transformers_sees_no_fakes())
+                intercept.hide_fakes_from_transformers(patches)
             if "as_on_gpu" in self.options:
-                stack.enter_context(gpu_operators())
-            yield
+                stack.enter_context(gpu_operators(patches))
+            yield others_drew
 
     def _enter_batch(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
         """A fake of a batch tensor; a meta tensor becomes a fake on the model's device.
@@ -188,11 +196,11 @@ class _Capture:
                 param.grad = torch.empty_strided(
                     param.shape, param.stride(), dtype=param.dtype, device=param.device
                 )
-                self.placeholder_grads[id(param)] = param.grad
+                self.placeholder_grads[param] = param.grad
 
     def _remove_placeholder_grads(self) -> None:
         for param in self.params.values():
-            if param.grad is not None and param.grad is self.placeholder_grads.get(id(param)):
+            if param.grad is not None and param.grad is self.placeholder_grads.get(param):
                 param.grad = None
 
     def _grad_uses(self, old_grads: list[torch.Tensor | None]) -> list[GradUse]:
@@ -273,6 +281,7 @@ class _Capture:
                 recorder.is_paused = False
             self._plain_optimizer_step()
         except Exception as error:
+            recorder.refusal = None
             log.info("the optimizer's operators cannot be recorded (%s); it is one op", error)
             is_opaque = True
             del tape.calls[n_calls:]

@@ -12,7 +12,7 @@ import random
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -104,6 +104,14 @@ def set_random_states(states: list[Any]) -> None:
         torch.cuda.set_rng_state_all(states[1:])
 
 
+def _seeds() -> list[int]:
+    """The seed of torch's default generator on every device."""
+    seeds = [torch.initial_seed()]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        seeds.extend(generator.initial_seed() for generator in torch.cuda.default_generators)
+    return seeds
+
+
 class Sandbox:
     """Notes the state of modules, tensors, optimizers and generators, and restores it."""
 
@@ -119,7 +127,9 @@ class Sandbox:
         for tensor in tensors:
             self.add_tensor(tensor)
         self.add_optimizer(optimizer)
+        self._is_alone = threading.active_count() == 1
         self._random_states = random_states()
+        self._seeds = _seeds()
         self._python_random = random.getstate(), np.random.get_state()
 
     def add_tensor(self, tensor: torch.Tensor) -> None:
@@ -138,7 +148,12 @@ class Sandbox:
         self._undo.append(undo)
 
     def seeded_torch(self) -> bool:
-        """True if the step seeded a torch generator; fake operators do not advance one."""
+        """True if the step seeded a torch generator; fake operators do not advance one.
+
+        Other threads may: where there are any, only seeds are compared.
+        """
+        if not self._is_alone:
+            return _seeds()[: len(self._seeds)] != self._seeds
         now = random_states()
         return not all(torch.equal(a, b) for a, b in zip(now, self._random_states, strict=False))
 
@@ -148,61 +163,59 @@ class Sandbox:
         return pickle.dumps(now) != pickle.dumps(self._python_random)
 
     def restore(self) -> None:
-        """Restore everything; if interrupted, another call completes it."""
+        """Restore everything; if interrupted, another call completes it.
+
+        Numbers that other threads have drawn meanwhile must not be drawn again.
+        """
         for undo in reversed(self._undo):
             undo()
-        set_random_states(self._random_states)
-        random.setstate(self._python_random[0])
-        np.random.set_state(self._python_random[1])
+        if self._is_alone or self.seeded_torch():
+            set_random_states(self._random_states)
+        if self._is_alone:
+            random.setstate(self._python_random[0])
+            np.random.set_state(self._python_random[1])
         torch.clear_autocast_cache()
 
 
-@contextmanager
-def replaced(obj: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute inside the block; one inherited from the class is deleted afterwards."""
-    own = vars(obj).get(name, _MISSING)
-    setattr(obj, name, value)
-    try:
-        yield
-    finally:
-        if own is _MISSING:
-            delattr(obj, name)
-        else:
-            setattr(obj, name, own)
-
-
-_MISSING = object()
-
-
-class _Interruptible:
-    """Handles SIGINT at once in a part of an uninterrupted block.
+class Interruptible:
+    """Handles SIGINT at once in a part of an uninterrupted block, until `end` or the part's end.
 
     No generator: one that an interrupt abandons between `__enter__` and the block would set the
     deferring handler when it is garbage-collected, and no interrupt would ever come through again.
     """
 
     def __init__(self, handler: Any, defer: Any, came: list[FrameType | None]) -> None:
+        """Without a `handler`, there is nothing to do: see `uninterrupted`."""
         self._handler, self._defer, self._came = handler, defer, came
 
-    def __enter__(self) -> None:
-        signal.signal(signal.SIGINT, self._handler)
-        if self._came:
-            self._handler(signal.SIGINT, self._came.pop())
+    def __enter__(self) -> Interruptible:
+        if self._handler is not None:
+            signal.signal(signal.SIGINT, self._handler)
+            if self._came:
+                self._handler(signal.SIGINT, self._came.pop())
+        return self
+
+    def end(self) -> None:
+        """Defer SIGINT from now on."""
+        if self._handler is not None:
+            signal.signal(signal.SIGINT, self._defer)
 
     def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGINT, self._defer)
+        self.end()
 
 
 @contextmanager
-def uninterrupted() -> Iterator[Callable[[], AbstractContextManager[None]]]:
+def uninterrupted() -> Iterator[Callable[[], Interruptible]]:
     """Finish the block before a SIGINT that arrives in it is handled.
 
     Yields a context manager for parts of the block in which SIGINT is handled at once. Only the
-    main thread handles signals: in any other thread there is nothing to defer.
+    main thread handles signals: in any other thread there is nothing to defer. A block that must be
+    undone if it fails is a `try` inside of this one, around such a part: a generator that an
+    interrupt abandons, as it may where a `with` ends, would be finished at some later time.
     """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield nullcontext
+        yield lambda: Interruptible(None, None, [])
         return
     came: list[FrameType | None] = []
 
@@ -211,7 +224,7 @@ def uninterrupted() -> Iterator[Callable[[], AbstractContextManager[None]]]:
 
     signal.signal(signal.SIGINT, defer)
     try:
-        yield lambda: _Interruptible(handler, defer, came)
+        yield lambda: Interruptible(handler, defer, came)
     finally:
         signal.signal(signal.SIGINT, handler)
     if came:
