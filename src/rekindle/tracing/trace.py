@@ -205,6 +205,10 @@ class _Capture:
 
     def _grad_uses(self, old_grads: list[torch.Tensor | None]) -> list[GradUse]:
         cleared = self.old_grads_cleared or [False] * len(self.params)
+        if "placeholder_grads" not in self.options:  # the step has read one, before it cleared it
+            cleared = [False] * len(self.params)
+        entries = self.recorder.tape.entries
+        read = {entry.name for entry in entries if entry.kind is EntryKind.GRAD}
         uses = []
         for (slot, param), old, is_cleared in zip(
             self.params.items(), old_grads, cleared, strict=True
@@ -212,7 +216,8 @@ class _Capture:
             new = param.grad
             if param.requires_grad or old is not None or new is not None:
                 final = None if new is None else self.recorder.node_of(new)
-                uses.append(GradUse(slot, not is_cleared, old is not None, final))
+                reads_old = not is_cleared or self.state.slots[slot].name in read
+                uses.append(GradUse(slot, reads_old, old is not None, final))
         return uses
 
     # Calls that the step makes
