@@ -18,6 +18,7 @@ from torch import nn
 import rekindle
 from rekindle import dynamo
 from rekindle.core.identity import IdentityDict, IdentitySet
+from rekindle.tracing.step_state import StepState
 
 SRC = Path(rekindle.__file__).parent
 
@@ -65,7 +66,7 @@ def test_collections_hold_their_members() -> None:
 
 def constants_after_freed_gradients(model: nn.Module, optimizer: Any, batch: Any) -> torch.Tensor:
     """Gradients of before are freed, and as many constants made, which get their ids."""
-    loss = model(batch).square().mean()
+    loss = model(batch).square().mean() * torch.tensor(1.5)
     optimizer.zero_grad()
     scales = [torch.tensor(1.0 + 0.25 * number) for number in range(40)]
     loss = loss * torch.stack(scales).prod().sqrt() + sum(
@@ -106,6 +107,20 @@ def test_tensors_that_take_the_place_of_freed_ones(function: Any, has_grads: boo
         return model, optimizer
 
     assert_trains_the_same(function, make, batches)
+
+
+def test_the_name_of_a_freed_gradient_is_nobody_elses() -> None:
+    model, optimizer = small()
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    state = StepState(model, optimizer, [])
+    grads = [param.grad for param in model.parameters()]
+    assert [state.name_of(grad)[1] for grad in grads] == ["weight", "bias"]  # type: ignore[index]
+    assert state.name_of(torch.zeros(1)) is None
+    del grads
+    optimizer.zero_grad()
+    constants = [torch.tensor(float(number)) for number in range(1000)]
+    assert all(state.name_of(constant) is None for constant in constants)
 
 
 # What captures leave in dicts of the process
