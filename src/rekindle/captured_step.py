@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import weakref
 from collections import OrderedDict
@@ -72,6 +73,9 @@ class CapturedStep(Uncopyable):
         self._variants: OrderedDict[Hashable, list[Variant]] = OrderedDict()
         self._lock = threading.Lock()
         self._caller: object | None = None  # whose call is running
+        self._thread = 0  # in which it is running
+        self._forked_reason = ""  # why a forked process must not run it
+        _steps.add(self)
         self._has_dropped = False
         flat = batch_tree.flatten(batch)
         Checks(user_line.definition(train_step)).batch(flat.structure)
@@ -154,11 +158,13 @@ class CapturedStep(Uncopyable):
                 "this step was captured as a GPU would run it, for a forecast, and cannot be run: "
                 "capture it without as_on_gpu=True to train."
             )
+        if self._forked_reason:
+            raise RekindleError(self._forked_reason)
         caller = object()
         try:
             with self._lock:  # an interrupt may come between any two calls, but not inside this
                 if self._caller is None:
-                    self._caller = caller
+                    self._thread, self._caller = threading.get_ident(), caller
             if self._caller is not caller:
                 raise RuntimeError(
                     "this step is already running: call it from one thread at a time"
@@ -422,6 +428,30 @@ class TrainStep(Uncopyable):
 
     __repr__ = one_line
     _repr_html_ = html_table
+
+
+_steps: weakref.WeakSet[CapturedStep] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    """A forked process trains its own copy of a model, if that is whole and on the CPU."""
+    for step in list(_steps):
+        step._lock = threading.Lock()
+        if step.device.type == "cuda":
+            step._forked_reason = (
+                "this process was forked from one that uses the GPU, which it cannot: start it "
+                'with the method "spawn", and call optimize there.'
+            )
+        elif step._caller is not None and step._thread != threading.get_ident():
+            step._forked_reason = (
+                "this process was forked while the step was running in another thread, and its "
+                "copy of the model may be half updated: load a state dict into a new one, and "
+                "call optimize again."
+            )
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def _state_of(variant: Variant) -> list[torch.Tensor] | None:

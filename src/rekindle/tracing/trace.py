@@ -239,6 +239,13 @@ class _Capture:
             if "fake impl" in str(error):
                 problem = "uses an operator that does not run on fake tensors"
                 self._refuse_at(error, problem, _REGISTER_FAKE)
+            if "fork-based multiprocessing" in str(error):
+                self._refuse_at(
+                    error,
+                    "calls backward() in a process that was forked after its parent had, which "
+                    "torch does not support",
+                    'Start it with the method "spawn", or capture the step before forking.',
+                )
             if "data pointer" not in str(error) and ".numpy()" not in str(error):
                 raise
             self._refuse_at(
