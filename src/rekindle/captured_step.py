@@ -34,6 +34,7 @@ from rekindle.tracing import batch_tree, user_line
 from rekindle.tracing.guard import signature
 from rekindle.tracing.preconditions import Checks
 from rekindle.tracing.tape import Recording
+from rekindle.tracing.undo import uninterrupted
 from rekindle.units import format_bytes, format_us
 
 log = logging.getLogger("rekindle")
@@ -160,20 +161,20 @@ class CapturedStep(Uncopyable):
             )
         if self._forked_reason:
             raise RekindleError(self._forked_reason)
-        caller = object()
-        try:
-            with self._lock:  # an interrupt may come between any two calls, but not inside this
+        with uninterrupted() as interruptible:
+            caller = object()
+            with self._lock:
                 if self._caller is None:
                     self._thread, self._caller = threading.get_ident(), caller
             if self._caller is not caller:
                 raise RuntimeError(
                     "this step is already running: call it from one thread at a time"
                 )
-            return self._run(batch)
-        finally:
-            with self._lock:
-                if self._caller is caller:
-                    self._caller = None
+            try:
+                with interruptible():
+                    return self._run(batch)
+            finally:
+                self._caller = None
 
     def _run(self, batch: Any) -> Any:
         flat = batch_tree.flatten(batch)

@@ -216,6 +216,40 @@ def test_an_interrupt_at_any_line_of_the_optimizer() -> None:
     trial.train()
 
 
+class Remembering(nn.Module):
+    """Keeps an activation, and replaces a buffer: attributes that a step sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = chain(2)
+        self.register_buffer("mean", torch.zeros(8))
+        self.last = torch.zeros(256, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.inner(x)
+        self.mean = 0.9 * self.mean + out.detach().mean(0)
+        self.last = out.detach()
+        return out
+
+
+def keeps_gradients(model: nn.Module, optimizer: Any, batch: Any) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss = model(batch).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+@pytest.mark.parametrize("function", [train_step, keeps_gradients])
+def test_an_interrupt_at_any_line_of_a_step_that_sets_attributes(function: Any) -> None:
+    """Once parameters change, gradients and attributes follow, too."""
+    trial = Trial(Remembering(), torch.randn(256, 8), function=function, make=momentum)
+    trial.train()
+    interrupted_at_lines(trial, every=3)
+    trial.train()
+    assert trial.step.n_captures == 1
+
+
 def test_a_handler_of_the_users_own_is_called_once_the_step_is_through() -> None:
     trial = chain_trial("planned", make=momentum)
     n_before, _ = count_ops(trial)

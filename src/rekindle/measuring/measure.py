@@ -43,6 +43,7 @@ from rekindle.torch_internals import (
     AutoDispatchBelowAutograd,
     clear_cublas_workspaces,
     set_grad_enabled,
+    set_version_counter,
 )
 from rekindle.tracing import operators
 from rekindle.tracing.capture_thread import capture_lock
@@ -409,7 +410,11 @@ def preserving(
     recording: Recording, function: Callable[[], T], batch: list[torch.Tensor] | None = None
 ) -> T:
     """Call a function, then restore every real tensor and generator, from copies in host memory."""
-    copies = [(s, s.cpu().clone()) for s in _real_storages(recording, batch or [])]
+    tensors = [t for t in _real_tensors(recording, batch or []) if not t.is_inference()]
+    versions = [tensor._version for tensor in tensors]
+    # As tensors of bytes: what restores them then needs no memory.
+    whole = [_bytes_of(storage) for storage in _real_storages(recording, batch or [])]
+    copies = [(tensor, tensor.to("cpu", copy=True)) for tensor in whole]
     nodes = (call.node for call in recording.tape.calls)
     args: Iterator[Any] = (arg for node in nodes for arg in (*node.args, *node.kwargs.values()))
     generators = IdentitySet(arg for arg in args if isinstance(arg, torch.Generator))
@@ -420,8 +425,9 @@ def preserving(
             with interruptible():
                 return function()
         finally:
-            for storage, copy in copies:
-                storage.copy_(copy)
+            for tensor, copy in copies:
+                tensor.copy_(copy)
+            set_version_counter(tuple(tensors), tuple(versions))
             for generator, state in own_states:
                 generator.set_state(state)
             set_random_states(states)
@@ -430,10 +436,17 @@ def preserving(
 def _real_storages(
     recording: Recording, batch: list[torch.Tensor]
 ) -> Iterator[torch.UntypedStorage]:
-    tensors = [entry.tensor for entry in recording.tape.entries if _is_real(entry.tensor)]
-    tensors += [*(slot.get() for slot in recording.state.slots), *batch]
-    storages = (tensor.untyped_storage() for tensor in tensors)
+    storages = (tensor.untyped_storage() for tensor in _real_tensors(recording, batch))
     yield from {storage.data_ptr(): storage for storage in storages}.values()
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _real_tensors(recording: Recording, batch: list[torch.Tensor]) -> list[torch.Tensor]:
+    entered = [entry.tensor for entry in recording.tape.entries if _is_real(entry.tensor)]
+    return [*entered, *(slot.get() for slot in recording.state.slots), *batch]
 
 
 def _is_real(tensor: torch.Tensor) -> bool:

@@ -10,6 +10,7 @@ import operator
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -94,6 +95,7 @@ class Recorder(TorchDispatchMode):
         self.in_optimizer = False
         self.is_paused = False
         self.refusal: CaptureError | None = None
+        self.before_op: Callable[[], None] = lambda: None
         self.on_value_read: Callable[[user_line.Line], None] | None = None
         self._constants = _ConstantValues()
         self._fake_mode = fake_mode
@@ -146,6 +148,9 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func.namespace == "prim":
+            return func(*args, **kwargs)  # such as a fake's device: no reason to fail, see below
+        self.before_op()
         if func is aten._local_scalar_dense.default:
             return self._read_value(args[0])
         if func is aten.lift_fresh.default and not isinstance(args[0], FakeTensor):
@@ -381,6 +386,20 @@ class Recorder(TorchDispatchMode):
             problem, filename=line.filename, lineno=line.lineno, advice=advice
         )
         raise self.refusal
+
+
+def in_bookkeeping(frame: FrameType | None) -> bool:
+    """True if this frame answers torch's own question about a fake tensor, such as its device.
+
+    Autograd asks from C++ code that ends the process if the answer is an exception.
+    """
+    while frame is not None:
+        if frame.f_code.co_name == "__torch_dispatch__":
+            func = frame.f_locals.get("func")
+            if getattr(func, "namespace", "") == "prim":
+                return True
+        frame = frame.f_back
+    return False
 
 
 def _layout(arg: Any) -> Hashable:

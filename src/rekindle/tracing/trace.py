@@ -23,7 +23,7 @@ from rekindle.tracing import batch_tree, intercept, user_line
 from rekindle.tracing.capture_thread import ThreadPatches, capture_lock
 from rekindle.tracing.cpu_as_gpu import gpu_operators
 from rekindle.tracing.preconditions import Checks, settings
-from rekindle.tracing.recorder import Recorder
+from rekindle.tracing.recorder import Recorder, in_bookkeeping
 from rekindle.tracing.step_state import EntryKind, StepState, find_effects, note_attributes
 from rekindle.tracing.tape import GradUse, OptimizerCall, Recording, run_optimizer
 from rekindle.tracing.undo import Interruptible, Sandbox, remember, uninterrupted
@@ -123,7 +123,8 @@ class _Capture:
         batch_nodes = [self.recorder.node_of(tensor) for tensor in batch]
         with self._patches() as others_drew, self.fake_mode:
             self._place_grads()
-            with self.recorder, interruptible():
+            with self.recorder, interruptible().unless(in_bookkeeping) as part:
+                self.recorder.before_op = part.handle_waiting
                 result = self._call_step(self.batch.structure.rebuild(batch))
             if self.recorder.refusal is not None:  # the step caught it, and went on
                 raise self.recorder.refusal

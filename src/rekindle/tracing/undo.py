@@ -187,13 +187,31 @@ class Interruptible:
     def __init__(self, handler: Any, defer: Any, came: list[FrameType | None]) -> None:
         """Without a `handler`, there is nothing to do: see `uninterrupted`."""
         self._handler, self._defer, self._came = handler, defer, came
+        self.must_wait: Callable[[FrameType | None], bool] | None = None
 
     def __enter__(self) -> Interruptible:
         if self._handler is not None:
-            signal.signal(signal.SIGINT, self._handler)
-            if self._came:
-                self._handler(signal.SIGINT, self._came.pop())
+            at_once = self._handler if self.must_wait is None else self._handle
+            signal.signal(signal.SIGINT, at_once)
+            self.handle_waiting()
         return self
+
+    def unless(self, must_wait: Callable[[FrameType | None], bool]) -> Interruptible:
+        """Wait for `handle_waiting` where this is True of the interrupted frame."""
+        self.must_wait = must_wait
+        return self
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        assert self.must_wait is not None
+        if self.must_wait(frame):
+            self._defer(number, frame)
+        else:
+            self._handler(number, frame)
+
+    def handle_waiting(self) -> None:
+        """Handle a SIGINT that has arrived and waits."""
+        if self._came:
+            self._handler(signal.SIGINT, self._came.pop())
 
     def end(self) -> None:
         """Defer SIGINT from now on."""
