@@ -275,6 +275,22 @@ def test_an_interrupt_that_is_ignored_stays_so() -> None:
     assert signal.signal(signal.SIGINT, signal.default_int_handler) is signal.SIG_IGN
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_error_inside_the_optimizer_is_as_in_plain_training(kind: str) -> None:
+    """What the optimizer has done stays done (decision 28); nothing else is left behind."""
+    trial = chain_trial(kind, make=momentum)
+    n_before, n_ops = count_ops(trial)
+    for number in range(n_before, n_ops, 3):
+        with pytest.raises(torch.OutOfMemoryError), AtOp(number, run_out_of_memory):
+            trial.step(trial.batch)
+        assert all(param.grad is None for param in trial.model.parameters())
+        assert torch.is_grad_enabled()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        trial.model.load_state_dict(trial.twin[0].state_dict())
+        trial.optimizer.load_state_dict(trial.twin[1].state_dict())
+        trial.train()
+
+
 # Threads
 
 
