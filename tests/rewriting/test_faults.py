@@ -6,6 +6,7 @@ optimizer state are those of the twin before its next step, or those after it.
 
 from __future__ import annotations
 
+import copy
 import dis
 import signal
 import threading
@@ -35,6 +36,7 @@ from torch import nn
 
 import rekindle
 from rekindle.measuring.bitwise_compare import State, differences
+from rekindle.tracing import undo
 
 
 @pytest.fixture(autouse=True)
@@ -287,7 +289,7 @@ def test_an_error_inside_the_optimizer_is_as_in_plain_training(kind: str) -> Non
         assert torch.is_grad_enabled()
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         trial.model.load_state_dict(trial.twin[0].state_dict())
-        trial.optimizer.load_state_dict(trial.twin[1].state_dict())
+        trial.optimizer.load_state_dict(copy.deepcopy(trial.twin[1].state_dict()))
         trial.train()
 
 
@@ -318,7 +320,7 @@ def test_a_step_in_a_second_thread_touches_no_handler(
     trial = chain_trial(kind, make=adam)
     touched: list[Any] = []
     with monkeypatch.context() as patched:
-        patched.setattr(signal, "signal", lambda *args: touched.append(args))
+        patched.setattr(undo, "_set_handler", lambda *args: touched.append(args))
         result = in_thread(lambda: trial.step(trial.batch))
     assert isinstance(result, torch.Tensor), result
     assert touched == []

@@ -6,6 +6,7 @@ missing, and restoring once more completes it.
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]
 import operator
 import pickle
 import random
@@ -23,6 +24,10 @@ from torch import nn
 from rekindle.torch_internals import disable_current_modes, set_version_counter
 
 Undo = Callable[[], None]
+
+# Below the functions of `signal`, which turn numbers into enums: a step must not wait for that.
+_set_handler, _get_handler = _signal.signal, _signal.getsignal
+_SIGINT = int(signal.SIGINT)
 
 
 def remember(obj: Any) -> Undo:
@@ -192,7 +197,7 @@ class Interruptible:
     def __enter__(self) -> Interruptible:
         if self._handler is not None:
             at_once = self._handler if self.must_wait is None else self._handle
-            signal.signal(signal.SIGINT, at_once)
+            _set_handler(_SIGINT, at_once)
             self.handle_waiting()
         return self
 
@@ -211,12 +216,12 @@ class Interruptible:
     def handle_waiting(self) -> None:
         """Handle a SIGINT that has arrived and waits."""
         if self._came:
-            self._handler(signal.SIGINT, self._came.pop())
+            self._handler(_SIGINT, self._came.pop())
 
     def end(self) -> None:
         """Defer SIGINT from now on."""
         if self._handler is not None:
-            signal.signal(signal.SIGINT, self._defer)
+            _set_handler(_SIGINT, self._defer)
 
     def __exit__(self, *_: object) -> None:
         self.end()
@@ -231,7 +236,7 @@ def uninterrupted() -> Iterator[Callable[[], Interruptible]]:
     undone if it fails is a `try` inside of this one, around such a part: a generator that an
     interrupt abandons, as it may where a `with` ends, would be finished at some later time.
     """
-    handler = signal.getsignal(signal.SIGINT)
+    handler = _get_handler(_SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield lambda: Interruptible(None, None, [])
         return
@@ -240,10 +245,10 @@ def uninterrupted() -> Iterator[Callable[[], Interruptible]]:
     def defer(number: int, frame: FrameType | None) -> None:
         came.append(frame)
 
-    signal.signal(signal.SIGINT, defer)
+    _set_handler(_SIGINT, defer)
     try:
         yield lambda: Interruptible(handler, defer, came)
     finally:
-        signal.signal(signal.SIGINT, handler)
+        _set_handler(_SIGINT, handler)
     if came:
-        handler(signal.SIGINT, came[0])
+        handler(_SIGINT, came[0])
