@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ from rekindle.core.graph.schedule import Plan
 from rekindle.core.graph.simulate import Trace, simulate
 from rekindle.core.memory.layout import layout
 from rekindle.core.notebook import html_table, one_line
+from rekindle.core.uncopyable import Uncopyable
 from rekindle.engines.engine import EngineInfo
 from rekindle.engines.select_engine import EngineFactory
 from rekindle.errors import RekindleError, ReportError
@@ -34,6 +36,7 @@ from rekindle.tracing.global_state import global_state
 from rekindle.tracing.guard import Guard
 from rekindle.tracing.preconditions import Checks
 from rekindle.tracing.tape import Recording
+from rekindle.tracing.undo import uninterrupted
 from rekindle.units import format_bytes, format_us
 
 log = logging.getLogger("rekindle")
@@ -41,7 +44,7 @@ log = logging.getLogger("rekindle")
 _CHANGES_BEFORE_WARNING = 3
 
 
-class CapturedStep:
+class CapturedStep(Uncopyable):
     """A training step captured as one graph. Call it with a batch, as often as you like.
 
     A batch of another shape, or a model switched between training and evaluation mode, is captured
@@ -75,6 +78,9 @@ class CapturedStep:
         self._variants: OrderedDict[Hashable, list[Variant]] = OrderedDict()
         self._lock = threading.Lock()
         self._caller: object | None = None  # whose call is running
+        self._thread = 0  # in which it is running
+        self._forked_reason = ""  # why a forked process must not run it
+        _steps.add(self)
         self._has_dropped = False
         self._n_changes: Counter[str] = Counter()  # captures by the Python value that had changed
         flat = batch_tree.flatten(batch)
@@ -158,20 +164,22 @@ class CapturedStep:
                 "this step was captured as a GPU would run it, for a forecast, and cannot be run: "
                 "capture it without as_on_gpu=True to train."
             )
-        caller = object()
-        try:
-            with self._lock:  # an interrupt may come between any two calls, but not inside this
+        if self._forked_reason:
+            raise RekindleError(self._forked_reason)
+        with uninterrupted() as interruptible:
+            caller = object()
+            with self._lock:
                 if self._caller is None:
-                    self._caller = caller
+                    self._thread, self._caller = threading.get_ident(), caller
             if self._caller is not caller:
                 raise RuntimeError(
                     "this step is already running: call it from one thread at a time"
                 )
-            return self._run(batch)
-        finally:
-            with self._lock:
-                if self._caller is caller:
-                    self._caller = None
+            try:
+                with interruptible():
+                    return self._run(batch)
+            finally:
+                self._caller = None
 
     def _run(self, batch: Any) -> Any:
         flat = batch_tree.flatten(batch)
@@ -297,7 +305,7 @@ class CapturedStep:
     _repr_html_ = html_table
 
 
-class TrainStep:
+class TrainStep(Uncopyable):
     """A training step to train with: ``loss = step(batch)``."""
 
     def __init__(self, captured: CapturedStep) -> None:
@@ -420,13 +428,6 @@ class TrainStep:
         )
         write_html(Path(path), summary, layout=layout(self.graph, plan))
 
-    def __reduce__(self) -> NoReturn:
-        """Refuse to be pickled or copied: the step is bound to the model that it trains."""
-        raise TypeError(
-            "a TrainStep cannot be pickled or copied: save model.state_dict() and "
-            "optimizer.state_dict(), the plan with rekindle.save_plan, and call optimize again."
-        )
-
     def _facts(self) -> dict[str, object]:
         plan, facts = self.plan, dict[str, object](ops=f"{len(self.graph.ops):,}")
         facts |= {"device": self._captured.device, "captures": self.n_captures}
@@ -443,6 +444,30 @@ class TrainStep:
 
     __repr__ = one_line
     _repr_html_ = html_table
+
+
+_steps: weakref.WeakSet[CapturedStep] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    """A forked process trains its own copy of a model, if that is whole and on the CPU."""
+    for step in list(_steps):
+        step._lock = threading.Lock()
+        if step.device.type == "cuda":
+            step._forked_reason = (
+                "this process was forked from one that uses the GPU, which it cannot: start it "
+                'with the method "spawn", and call optimize there.'
+            )
+        elif step._caller is not None and step._thread != threading.get_ident():
+            step._forked_reason = (
+                "this process was forked while the step was running in another thread, and its "
+                "copy of the model may be half updated: load a state dict into a new one, and "
+                "call optimize again."
+            )
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def _state_of(variant: Variant) -> list[torch.Tensor] | None:

@@ -22,6 +22,7 @@ from rekindle.core.graph.liveness import analyze
 from rekindle.core.graph.schedule import Plan, schedule_of
 from rekindle.core.graph.simulate import ROLES, simulate
 from rekindle.core.rewrite.improve import carry_over
+from rekindle.core.uncopyable import Uncopyable
 from rekindle.engines.engine import Engine
 from rekindle.engines.process_settings import expandable_segments_for
 from rekindle.engines.program import Program
@@ -38,6 +39,7 @@ from rekindle.tracing.guard import Guard
 from rekindle.tracing.lift import lift
 from rekindle.tracing.tape import Recording
 from rekindle.tracing.trace import record
+from rekindle.tracing.undo import uninterrupted
 from rekindle.units import format_bytes, parse_budget
 
 log = logging.getLogger("rekindle")
@@ -101,7 +103,7 @@ class PlannedStep(NamedTuple):
 
 
 @dataclass(eq=False)
-class Variant:
+class Variant(Uncopyable):
     """One capture, ready to run: valid for one batch signature and one state of the user's objects.
 
     `planned` and `engine` change when the step is replanned.
@@ -248,11 +250,10 @@ def replan(variant: Variant, peak_bytes: int, engines: EngineFactory, request: P
         return False
     plan.check(planned.graph)
     log.warning("planned again, for %s less", format_bytes(over_bytes))
-    variant.planned = planned._replace(plan=plan, profile=profile)
-    variant.is_replanned = True
-    variant.engine = build_engine(
-        variant.recording, variant.graph, engines, variant.planned, variant.device
-    )
+    new = planned._replace(plan=plan, profile=profile)
+    engine = build_engine(variant.recording, variant.graph, engines, new, variant.device)
+    with uninterrupted():  # the plan is the one that runs
+        variant.planned, variant.engine, variant.is_replanned = new, engine, True
     return True
 
 

@@ -16,10 +16,14 @@ Marks are as private as names. `dynamo/aot.py` reads `inductor_realize_to_stride
 from __future__ import annotations
 
 import importlib
+import threading
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
+from torch.autograd import ProfilerConfig, ProfilerState, profiler
 
 CHECKED_ON = ("2.11", "2.15")
 
@@ -109,6 +113,80 @@ foreach_copy_ = torch._foreach_copy_
 foreach_add_ = torch._foreach_add_
 
 
+def is_profiler_enabled() -> bool:
+    """True if a profiler runs, in any thread: a second one would crash."""
+    return profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled()
+
+
+def recorded_allocations(run: Callable[[], None]) -> list[tuple[str, str, int]]:
+    """The marks and the CPU allocator's events of a function, in order: kind, name, bytes.
+
+    The kinds are "push" and "pop" of a mark or operator, and "memory_alloc". It records with the
+    old profiler of torch in a thread of its own, which does not disturb one that is running.
+    """
+    autograd = torch.autograd
+    found: list[tuple[str, str, int]] = []
+    errors: list[BaseException] = []
+
+    def record() -> None:
+        try:
+            none = torch._C._profiler._ExperimentalConfig()
+            memory_only = (False, True, False, False, False)
+            config: Any = ProfilerConfig(ProfilerState.CPU, *memory_only, none)
+            autograd._enable_profiler_legacy(config)
+            try:
+                run()
+            finally:
+                events = autograd._disable_profiler_legacy()
+            names: dict[int, str] = {}
+            own: Any = next(each for each in events if any(e.kind() == "push" for e in each))
+            for event in own:
+                if event.kind() == "push":
+                    names[event.handle()] = event.name()
+                name = names.get(event.handle(), "") if event.kind() == "pop" else event.name()
+                found.append((event.kind(), name, event.cpu_memory_usage()))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=record)
+    thread.start()
+    interrupted: BaseException | None = None
+    while thread.is_alive():
+        try:
+            thread.join()
+        except KeyboardInterrupt as error:  # the function uses the caller's tensors: it must end
+            interrupted = error
+    for raised in (interrupted, *errors):
+        if raised is not None:
+            raise raised
+    return found
+
+
+class _Stance(threading.local):
+    """Dynamo's stance, by thread. Reading it runs no Python code, which Dynamo might compile."""
+
+    stance: str
+    skip_guard_eval_unsafe: bool
+    backend: Any
+
+
+@contextmanager
+def compiling_nothing() -> Iterator[None]:
+    """Run compiled functions as plain ones in this thread: `set_stance` does so in all threads."""
+    eval_frame: Any = importlib.import_module("torch._dynamo.eval_frame")
+    old = eval_frame._stance
+    names = ("stance", "skip_guard_eval_unsafe", "backend")
+    new = type("Stance", (_Stance,), {name: getattr(old, name) for name in names})()
+    new.stance = "force_eager"
+    eval_frame._stance = new
+    try:
+        yield
+    finally:
+        new.stance = old.stance
+        if eval_frame._stance is new:  # else someone has set another one since
+            eval_frame._stance = old
+
+
 PoolHandle = torch.cuda._POOL_HANDLE  # the type of a memory pool's id
 
 # CUDA's caching allocator. These exist in builds with CUDA only, so they are looked up when called.
@@ -176,6 +254,9 @@ _COMPILER = {
     "min_cut_partition": "torch._functorch.partitioners:min_cut_rematerialization_partition",
     "fx_graph_cse": "torch._functorch.compile_utils:fx_graph_cse",
     "raise_getitems": "torch._functorch.compile_utils:raise_getitems",
+    # Held while Dynamo traces; code that it must not trace.
+    "compile_lock": "torch._dynamo.convert_frame:compile_lock",
+    "skip_code": "torch._dynamo.eval_frame:skip_code",
     # What torch.compile returns, and whether compiled autograd runs.
     "OptimizedModule": "torch._dynamo.eval_frame:OptimizedModule",
     "compiled_autograd": "torch._dynamo.compiled_autograd",

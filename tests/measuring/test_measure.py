@@ -359,10 +359,13 @@ def test_measuring_makes_no_nans(name: str) -> None:
     step = captured(work)
     batch = step.first_batch()
     assert batch is not None
-    with measure.preserved(step.recording, batch):
+
+    def run() -> None:
         for _ in range(3):
             given = measure.inputs(step.recording, batch)
             measure.run_ops(
                 step.recording, given, lambda index, op, args, kwargs: op(*args, **kwargs)
             )
             assert all(param.isfinite().all() for param in work.model.parameters())
+
+    measure.preserving(step.recording, run, batch)

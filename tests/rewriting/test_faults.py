@@ -6,6 +6,7 @@ optimizer state are those of the twin before its next step, or those after it.
 
 from __future__ import annotations
 
+import copy
 import dis
 import signal
 import threading
@@ -35,6 +36,7 @@ from torch import nn
 
 import rekindle
 from rekindle.measuring.bitwise_compare import State, differences
+from rekindle.tracing import undo
 
 
 @pytest.fixture(autouse=True)
@@ -216,6 +218,40 @@ def test_an_interrupt_at_any_line_of_the_optimizer() -> None:
     trial.train()
 
 
+class Remembering(nn.Module):
+    """Keeps an activation, and replaces a buffer: attributes that a step sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = chain(2)
+        self.register_buffer("mean", torch.zeros(8))
+        self.last = torch.zeros(256, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.inner(x)
+        self.mean = 0.9 * self.mean + out.detach().mean(0)
+        self.last = out.detach()
+        return out
+
+
+def keeps_gradients(model: nn.Module, optimizer: Any, batch: Any) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss = model(batch).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+@pytest.mark.parametrize("function", [train_step, keeps_gradients])
+def test_an_interrupt_at_any_line_of_a_step_that_sets_attributes(function: Any) -> None:
+    """Once parameters change, gradients and attributes follow, too."""
+    trial = Trial(Remembering(), torch.randn(256, 8), function=function, make=momentum)
+    trial.train()
+    interrupted_at_lines(trial, every=3)
+    trial.train()
+    assert trial.step.n_captures == 1
+
+
 def test_a_handler_of_the_users_own_is_called_once_the_step_is_through() -> None:
     trial = chain_trial("planned", make=momentum)
     n_before, _ = count_ops(trial)
@@ -239,6 +275,22 @@ def test_an_interrupt_that_is_ignored_stays_so() -> None:
             trial.step(trial.batch)
         assert trial.outcome() == AFTER
     assert signal.signal(signal.SIGINT, signal.default_int_handler) is signal.SIG_IGN
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_error_inside_the_optimizer_is_as_in_plain_training(kind: str) -> None:
+    """What the optimizer has done stays done (decision 28); nothing else is left behind."""
+    trial = chain_trial(kind, make=momentum)
+    n_before, n_ops = count_ops(trial)
+    for number in range(n_before, n_ops, 3):
+        with pytest.raises(torch.OutOfMemoryError), AtOp(number, run_out_of_memory):
+            trial.step(trial.batch)
+        assert all(param.grad is None for param in trial.model.parameters())
+        assert torch.is_grad_enabled()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        trial.model.load_state_dict(trial.twin[0].state_dict())
+        trial.optimizer.load_state_dict(copy.deepcopy(trial.twin[1].state_dict()))
+        trial.train()
 
 
 # Threads
@@ -268,7 +320,7 @@ def test_a_step_in_a_second_thread_touches_no_handler(
     trial = chain_trial(kind, make=adam)
     touched: list[Any] = []
     with monkeypatch.context() as patched:
-        patched.setattr(signal, "signal", lambda *args: touched.append(args))
+        patched.setattr(undo, "_set_handler", lambda *args: touched.append(args))
         result = in_thread(lambda: trial.step(trial.batch))
     assert isinstance(result, torch.Tensor), result
     assert touched == []

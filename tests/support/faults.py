@@ -62,10 +62,51 @@ class Trial:
         wrong = differences(lasting(state_of(*self.twin)), found)
         return f"between: {wrong}" if wrong else AFTER
 
+    def whole(self) -> State:
+        """All that must be whole or not at all, attributes of modules and gradients included."""
+        return {**lasting(self.state()), **attributes_of(self.model), **gradients_of(self.model)}
+
+    def whole_outcome(self, before: State) -> str:
+        """The same of everything that a step sets; `before` is `whole()` before it."""
+        outcome, found = self.outcome(), self.whole()
+        expected = before
+        if outcome == AFTER:
+            twin = self.twin[0]
+            expected = {
+                **lasting(state_of(*self.twin)),
+                **attributes_of(twin),
+                **gradients_of(twin),
+            }
+        else:  # a step clears gradients first, or adds to them before it updates anything
+            expected, found = without_gradients(expected), without_gradients(found)
+        wrong = differences(expected, found)
+        return f"between: {outcome}, but {wrong}" if wrong else outcome
+
 
 def lasting(state: State) -> State:
     """What must be whole or not at all."""
     return {key: value for key, value in state.items() if key.startswith(("param", "optimizer"))}
+
+
+def attributes_of(model: nn.Module) -> State:
+    """Copies of the tensors that modules hold as buffers and plain attributes."""
+    return {
+        f"attribute {path}.{key}": value.clone()
+        for path, module in model.named_modules()
+        for store in (module._buffers, vars(module))
+        for key, value in store.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def without_gradients(state: State) -> State:
+    return {key: value for key, value in state.items() if not key.startswith("gradient")}
+
+
+def gradients_of(model: nn.Module) -> State:
+    """Copies of the gradients."""
+    named = model.named_parameters()
+    return {f"gradient {n}": p.grad.clone() for n, p in named if p.grad is not None}
 
 
 def momentum(params: Any, lr: float) -> torch.optim.Optimizer:
@@ -79,13 +120,15 @@ class AtOp(TorchDispatchMode):
         super().__init__()
         self.number, self.action = number, action
         self.count = 0
+        self.func: Any = None  # the op of that number
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func.namespace != "profiler":
+        if func.namespace not in ("profiler", "prim"):  # autograd asks for devices: no operators
             self.count += 1
             if self.count - 1 == self.number:
+                self.func = func
                 self.action()
         return func(*args, **(kwargs or {}))
 
@@ -129,12 +172,10 @@ class Traced:
 
 
 class AtLine(Traced):
-    """At any line, in the optimizer each time it runs.
-
-    A line of ours counts once: where a `with` ends, Python itself has no safe place for interrupts.
-    """
+    """At any line, in the optimizer and where a `with` begins and ends each time it runs."""
 
     OPTIMIZERS = ("torch/optim/optimizer.py", "torch/optim/sgd.py")
+    EACH_TIME = (*OPTIMIZERS, "/contextlib.py")
 
     def __init__(self, *files: str, number: int = -1) -> None:
         super().__init__(*files, number=number)
@@ -144,12 +185,12 @@ class AtLine(Traced):
         line = (frame.f_code, frame.f_lineno)
         is_new = line not in self._seen
         self._seen.add(line)
-        return event == "line" and (is_new or frame.f_code.co_filename.endswith(self.OPTIMIZERS))
+        return event == "line" and (is_new or frame.f_code.co_filename.endswith(self.EACH_TIME))
 
 
 def interrupted_at_lines(trial: Trial, *, every: int = 1) -> dict[str, set[str]]:
     """Interrupt steps at lines of the code around and in the optimizer; by outcome, which."""
-    files = ("engines/program.py", "tracing/undo.py", *AtLine.OPTIMIZERS)
+    files = ("captured_step.py", "engines/program.py", "tracing/undo.py", *AtLine.EACH_TIME)
     with AtLine(*files) as lines:
         trial.step(trial.batch)
     assert trial.outcome() == AFTER
@@ -157,10 +198,12 @@ def interrupted_at_lines(trial: Trial, *, every: int = 1) -> dict[str, set[str]]
     found: dict[str, set[str]] = {BEFORE: set(), AFTER: set()}
     for number in range(0, lines.count, every):
         line = AtLine(*files, number=number)
+        before = trial.whole()
         with pytest.raises(KeyboardInterrupt), line:
             trial.step(trial.batch)
-        found.setdefault(trial.outcome(), set()).add(line.place)
+        found.setdefault(trial.whole_outcome(before), set()).add(line.place)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, line.place
-        assert all(param.grad is None for param in trial.model.parameters()), line.place
+        assert torch.is_grad_enabled(), line.place
+        assert torch.ones(1, requires_grad=True).exp().requires_grad, line.place
     assert found.keys() == {BEFORE, AFTER}, found
     return found

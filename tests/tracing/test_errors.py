@@ -276,16 +276,36 @@ def changes_rate(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any)
 
 
 def seeds(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> Any:
-    torch.manual_seed(3)
+    torch.manual_seed(3)  # here
     return finish(optimizer, loss_of(model, batch))
 
 
 def draws_python(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> Any:
-    return finish(optimizer, loss_of(model, batch) * random.random())
+    return finish(optimizer, loss_of(model, batch) * random.random())  # here
 
 
 def draws_numpy(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> Any:
-    return finish(optimizer, loss_of(model, batch) * float(np.random.rand()))
+    return finish(optimizer, loss_of(model, batch) * float(np.random.rand()))  # here
+
+
+draw, reseed = random.random, torch.default_generator.manual_seed
+
+
+def draws_by_another_name(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> Any:
+    return finish(optimizer, loss_of(model, batch) * draw())
+
+
+def seeds_by_another_name(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> Any:
+    reseed(12345)
+    return finish(optimizer, loss_of(model, batch))
+
+
+def goes_on_after_a_refusal(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> Any:
+    loss = finish(optimizer, loss_of(model, batch))
+    try:
+        return loss * loss.item()  # here
+    except Exception:
+        return loss
 
 
 OUTSIDER = torch.ones(3, requires_grad=True)
@@ -311,6 +331,9 @@ RULES: dict[Callable[..., Any], tuple[str, str]] = {
     seeds: ("the step seeds a random generator", "Call torch.manual_seed outside the step"),
     draws_python: ("draws from Python's or numpy's random generator", "torch.rand, torch.randint"),
     draws_numpy: ("draws from Python's or numpy's random generator", "torch.rand, torch.randint"),
+    draws_by_another_name: ("draws from Python's or numpy's random generator", "torch.rand"),
+    seeds_by_another_name: ("the step seeds a random generator", "outside the step"),
+    goes_on_after_a_refusal: ("reads the value of a tensor", "Return the tensor"),
     reaches_outside: ("neither in the model nor in the optimizer", "requires_grad_(False)"),
     opaque_result: ("the step returns a SimpleNamespace", "Return tensors, in tuples, lists"),
 }

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx, nn
@@ -137,7 +138,9 @@ def _backend_of(session: Session) -> Callable[..., Any]:
     return rekindle
 
 
-_sessions: dict[int, tuple[dict[str, Any], Session]] = {}  # by the identity of the options
+# The options that each session was made for, and what they contained then. Compiled code holds its
+# session: when the code goes, so does the entry.
+_sessions: WeakKeyDictionary[Session, tuple[dict[str, Any], dict[str, Any]]] = WeakKeyDictionary()
 
 
 def backend(
@@ -150,18 +153,33 @@ def backend(
     """The backend of `torch.compile(model, backend="rekindle", options={"budget": "8GiB"})`.
 
     `options` has the budget, and may have "planner" and "lower", as in `compile`; all others are
-    Inductor's. Every call of `torch.compile` with options of its own has a budget of its own.
+    Inductor's. Every call of `torch.compile` with options of its own has a budget of its own; so do
+    options that were changed since.
     """
     if options is None or "budget" not in options:
         raise ValueError(
             'backend="rekindle" needs a budget: torch.compile(model, backend="rekindle", '
             'options={"budget": "8GiB"}).'
         )
-    known = _sessions.get(id(options))
-    if known is None:
-        own = {name: options[name] for name in _OWN_OPTIONS if name in options}
-        others = {name: value for name, value in options.items() if name not in _OWN_OPTIONS}
-        of_mode = dict(list_mode_options(mode)) if mode else {}
-        session = Session(**own, options={**of_mode, **others})
-        known = _sessions[id(options)] = options, session  # holds the options: ids are not reused
-    return compile_graph(module, inputs, known[1])
+    session = _session_of(options, mode)
+    compiled = compile_graph(module, inputs, session)
+
+    def run(*args: Any) -> Any:
+        return compiled(*args)
+
+    run.session = session  # type: ignore[attr-defined]
+    return run
+
+
+def _session_of(options: dict[str, Any], mode: str | None) -> Session:
+    """The session of these very options as they are now: a known one, or a new one."""
+    content = {**options, "mode": mode}
+    for session, (given, before) in list(_sessions.items()):
+        if given is options and before == content:
+            return session
+    own = {name: options[name] for name in _OWN_OPTIONS if name in options}
+    others = {name: value for name, value in options.items() if name not in _OWN_OPTIONS}
+    of_mode = dict(list_mode_options(mode)) if mode else {}
+    session = Session(**own, options={**of_mode, **others})
+    _sessions[session] = options, content
+    return session

@@ -25,6 +25,7 @@ from rekindle.torch_internals import (
     compile_context,
     compile_fx,
     compile_fx_inner,
+    compile_lock,
     compiled_autograd,
     extract_fwd_bwd_modules,
     foreach_map,
@@ -129,19 +130,20 @@ def freeing_large_buffers() -> Iterator[None]:
     """Have Inductor free large buffers after their last use.
 
     It keeps a dead buffer for the next one of its size if its estimate of the peak allows that; for
-    some graphs the estimate is too high.
+    some graphs the estimate is too high. Other threads that compile meanwhile wait.
     """
-    decide = AllocateLine.should_reuse_buffer
+    with compile_lock:
+        decide = AllocateLine.should_reuse_buffer
 
-    def reuses(line: Any, freed: Any, size: int) -> bool:
-        is_next = freed.scheduler_node_index + 1 == line.scheduler_node_index
-        return (size < LARGE_BYTES or is_next) and decide(line, freed, size)
+        def reuses(line: Any, freed: Any, size: int) -> bool:
+            is_next = freed.scheduler_node_index + 1 == line.scheduler_node_index
+            return (size < LARGE_BYTES or is_next) and decide(line, freed, size)
 
-    AllocateLine.should_reuse_buffer = reuses  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        AllocateLine.should_reuse_buffer = decide  # type: ignore[method-assign]
+        AllocateLine.should_reuse_buffer = reuses  # type: ignore[assignment, method-assign]
+        try:
+            yield
+        finally:
+            AllocateLine.should_reuse_buffer = decide  # type: ignore[method-assign]
 
 
 def in_current_context(compile: Compile) -> Compile:

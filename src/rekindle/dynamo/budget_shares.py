@@ -17,6 +17,7 @@ from torch import nn
 from rekindle.core.cost.profile import Profile
 from rekindle.core.graph.graph import Role, StepGraph
 from rekindle.core.graph.simulate import simulate
+from rekindle.core.identity import IdentitySet
 from rekindle.dynamo.planned_graph import PlannedGraph
 from rekindle.units import format_bytes, parse_budget
 
@@ -165,5 +166,5 @@ def _state_bytes(
 
 def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
     """The bytes of tensors, each counted once; of a sharded tensor, those of the local shard."""
-    local = {id(t): getattr(t, "_local_tensor", t) for t in tensors}
-    return sum(t.numel() * t.element_size() for t in local.values())
+    local = (getattr(tensor, "_local_tensor", tensor) for tensor in IdentitySet(tensors))
+    return sum(tensor.numel() * tensor.element_size() for tensor in local)

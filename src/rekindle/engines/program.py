@@ -11,8 +11,9 @@ import linecache
 import math
 import operator
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -22,6 +23,7 @@ import torch
 from torch import fx
 
 from rekindle.core.cost.allocator import LARGE_BYTES, allocated_bytes
+from rekindle.core.uncopyable import Uncopyable
 from rekindle.engines.engine import EngineInfo
 from rekindle.engines.process_settings import ExpandableSegments
 from rekindle.rewriting.apply_schedule import RewrittenStep, as_recorded
@@ -34,13 +36,13 @@ from rekindle.torch_internals import (
     set_grad_enabled,
 )
 from rekindle.tracing.tape import EntryKind, OptimizerCall, Recording
-from rekindle.tracing.undo import uninterrupted
+from rekindle.tracing.undo import Interruptible, uninterrupted
 
 Functions = Mapping[fx.Node, Callable[..., Any]]  # that nodes call in place of their targets
 Tensors = list[torch.Tensor]
 
 
-class Program:
+class Program(Uncopyable):
     """A step as generated code, as recorded or rewritten; also the engine without CUDA graphs."""
 
     peak_bytes = 0  # left to the allocator's own statistics
@@ -68,7 +70,7 @@ class Program:
         self._final_grads = [(use.slot, use.final) for use in recording.grads]
         self.outputs = [self.rewritten.node_map[node] for node in recording.outputs]
         self._state: list[torch.Tensor] = []
-        self._stack = ExitStack()
+        self._interruptible: Interruptible | None = None
         self.is_early = len(self.rewritten.optimizer_calls) > len(tape.optimizer_calls)
         self._has_updated = False  # in this step
         self._state_pools: list[torch.cuda.MemPool] = []  # in the first step
@@ -78,9 +80,13 @@ class Program:
 
     def __call__(self, batch: Tensors, state: Tensors) -> Any:
         """Run one step; `state` has one tensor for each slot of the step's state."""
-        with self.running(state), self.uncaptured():
-            outputs = self._run(batch, state, ())
-        return self.finish(outputs, state)
+
+        def run() -> list[torch.Tensor]:
+            with self.uncaptured():
+                outputs: list[torch.Tensor] = self._run(batch, state, ())
+            return outputs
+
+        return self.run_step(run, state)
 
     @property
     def program(self) -> Program:
@@ -95,33 +101,43 @@ class Program:
     def give_up(self, reason: str) -> None:
         """Do nothing: there is no other engine to fall back to."""
 
-    @contextmanager
-    def running(self, state: list[torch.Tensor]) -> Iterator[None]:
-        """The context of a step: below autograd, without autocast (casts are in the graph)."""
-        for index in self._reset_grads:
-            state[index].grad = None
-        self._state = state
-        was_enabled = torch.is_grad_enabled()
-        try:
-            with ExitStack() as stack:
-                self._stack, self._has_updated = stack, False
-                self._user_keys = included_dispatch_keys(), excluded_dispatch_keys()
-                stack.enter_context(torch.enable_grad())  # the code switches it
-                for kind in self._device_types:
-                    stack.enter_context(torch.autocast(kind, enabled=False))
-                stack.enter_context(AutoDispatchBelowAutograd())
-                yield
-        finally:
-            set_grad_enabled(was_enabled)  # first: Ctrl-C may come at any time
-            self._state = []
-            self._stack = ExitStack()
-            self._state_pools = []
+    def run_step(self, run: Callable[[], Iterable[torch.Tensor]], state: list[torch.Tensor]) -> Any:
+        """Call a function that computes a step's outputs, and write them to gradients and modules.
+
+        It runs below autograd and without autocast: casts are in the graph. Interrupts are handled
+        at once until `commit`; then the step is completed first. Returns the user's result.
+        """
+        with uninterrupted() as interruptible:
+            for index in self._reset_grads:
+                state[index].grad = None
+            self._state, self._has_updated = state, False
+            was_enabled = torch.is_grad_enabled()
+            try:
+                with ExitStack() as stack:
+                    self._user_keys = included_dispatch_keys(), excluded_dispatch_keys()
+                    stack.enter_context(torch.enable_grad())  # the code switches it
+                    for kind in self._device_types:
+                        stack.enter_context(torch.autocast(kind, enabled=False))
+                    stack.enter_context(AutoDispatchBelowAutograd())
+                    with interruptible() as self._interruptible:
+                        outputs = run()
+            finally:
+                set_grad_enabled(was_enabled)
+                self._interruptible = None
+                self._state = []
+                self._state_pools = []
+            return self._finish(outputs, state)
+
+    def commit(self) -> None:
+        """Defer interrupts until the step is complete: parameters are about to change."""
+        if self._interruptible is not None:
+            self._interruptible.end()
 
     def uncaptured(self) -> AbstractContextManager[None]:
         """The context of code that runs while no CUDA graph is captured."""
         return self._expandable() if self._expandable else nullcontext()
 
-    def finish(self, tensors: Iterable[torch.Tensor], state: list[torch.Tensor]) -> Any:
+    def _finish(self, tensors: Iterable[torch.Tensor], state: list[torch.Tensor]) -> Any:
         """Write a step's outputs to gradients and modules; returns the user's result."""
         outputs = iter(tensors)
         result = self.recording.result.rebuild([next(outputs) for _ in self.recording.result_nodes])
@@ -175,7 +191,6 @@ class Program:
             with ExitStack() as stack:
                 for pool in self._state_pools:
                     stack.enter_context(torch.cuda.use_mem_pool(pool, owners[0].device))
-                stack.enter_context(uninterrupted())
                 stack.enter_context(ForceDispatchKeyGuard(*self._user_keys))
                 stack.enter_context(torch.enable_grad())
                 for kind, dtype in call.autocast.items():
@@ -191,15 +206,14 @@ class Program:
         return step_optimizer
 
     def _before_update(self, owners: list[torch.Tensor]) -> None:
-        """Reserve memory and defer Ctrl-C, so that the step cannot fail once parameters change."""
+        """Reserve memory and defer interrupts: the step must not fail once parameters change."""
         if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             for device in {owner.device for owner in owners if owner.is_cuda}:
                 is_new = self._state_bytes and not any(self._optimizer.state.values())
                 if is_new and not (self._expandable and self._expandable.is_on):
                     self._reserve_state(device)
                 _reserve(self._optimizer_bytes, device)
-        if self.is_early:
-            self._stack.enter_context(uninterrupted())
+        self.commit()
         self._has_updated = True
 
     def _reserve_state(self, device: torch.device) -> None:
@@ -235,13 +249,15 @@ class _Code:
     scope: dict[str, Any] = field(default_factory=dict)
 
     def compile(self) -> tuple[str, Callable[..., Any]]:
-        """The source, registered for tracebacks, and the function."""
+        """The source, registered for tracebacks while the function lives, and the function."""
         lines = ["def step(batch, state, entering):", *(f"    {line}" for line in self.lines)]
         source = "\n".join(lines) + "\n"
         filename = f"<rekindle step {next(_serial)}>"
-        linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
         exec(compile(source, filename, "exec"), self.scope)
-        return source, self.scope["step"]
+        function = self.scope.pop("step")
+        linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
+        weakref.finalize(function, linecache.cache.pop, filename, None).atexit = False
+        return source, function
 
     def add_calls(
         self, nodes: Sequence[fx.Node], rewritten: RewrittenStep, functions: Functions

@@ -13,10 +13,9 @@ import operator
 import os
 import platform
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +29,7 @@ from rekindle.core.graph.graph import StepGraph
 from rekindle.core.graph.liveness import analyze
 from rekindle.core.graph.serial import load_profile, save_profile
 from rekindle.core.graph.simulate import device_sizes
+from rekindle.core.identity import IdentitySet
 from rekindle.errors import ProfileError
 from rekindle.measuring.meters import (
     CallOp,
@@ -43,8 +43,10 @@ from rekindle.torch_internals import (
     AutoDispatchBelowAutograd,
     clear_cublas_workspaces,
     set_grad_enabled,
+    set_version_counter,
 )
 from rekindle.tracing import operators
+from rekindle.tracing.capture_thread import capture_lock
 from rekindle.tracing.step_state import EntryKind, Slot
 from rekindle.tracing.tape import Recording
 from rekindle.tracing.undo import random_states, set_random_states, uninterrupted
@@ -52,6 +54,7 @@ from rekindle.tracing.undo import random_states, set_random_states, uninterrupte
 log = logging.getLogger("rekindle")
 
 Progress = Callable[[str], None]
+T = TypeVar("T")
 
 
 def device_name(device: torch.device) -> str:
@@ -106,7 +109,8 @@ def measured_profile(
     cached = _load_cached(graph, *current) if cache and runs <= 3 else None
     if cached is not None and (device.type != "cpu" or cached.step_us > min_cached_cpu_us):
         return replace(cached, overhead_bytes=cached.overhead_bytes + other_bytes)
-    measured = session.profile(batch)
+    with capture_lock:  # a second measurement would disturb this one, and crash the profiler
+        measured = session.profile(batch)
     if cache:
         library_bytes = max(0, measured.overhead_bytes - other_bytes)
         _save_cached(graph, replace(measured, overhead_bytes=library_bytes))
@@ -192,7 +196,8 @@ class _Session:
     def _in_order(self, batch: list[torch.Tensor] | None) -> Profile:
         """Run the whole step, op after op."""
         recording, n_ops = self.recording, len(self.graph.ops)
-        with preserved(recording, batch):
+
+        def measure() -> tuple[Any, ...]:
             tensors = batch or [
                 _synthetic_tensor(recording, node) for node in recording.batch_nodes
             ]
@@ -204,15 +209,16 @@ class _Session:
             self.progress("warming up")
             run(call_plainly)
             self.progress("measuring memory")
-            workspaces, at_start = self.meter.workspaces_bytes(run, n_ops)
+            memory = self.meter.workspaces_bytes(run, n_ops)
             samples = []
             for index in range(self.runs):
                 self.progress(f"measuring times, run {index + 1} of {self.runs}")
                 samples.append(self.meter.times_us(run, n_ops))
-            times = np.median(np.stack(samples), axis=0)
             copies = self._copies_us(run, n_ops)
             self.progress("measuring the whole step")
-            step_us = self.meter.step_us(run)
+            return *memory, np.median(np.stack(samples), axis=0), copies, self.meter.step_us(run)
+
+        workspaces, at_start, times, copies, step_us = preserving(recording, measure, batch)
         method = f"in order, median of {self.runs} runs"
         if step_us is not None and times.sum() > 0:
             # Measured alone, a kernel cannot start while the one before drains; in a step it does.
@@ -268,13 +274,15 @@ class _Session:
                     log.info("%s does not run alone: %s", self.graph.ops[index].name, error)
                     failing.add(index)
 
-        with preserved(self.recording):
+        def measure() -> tuple[Any, ...]:
             run(call_plainly)
             overhead_bytes = self.other_bytes(batch)
             alone, _ = self.meter.workspaces_bytes(run, len(calls))
             samples = [self.meter.times_us(run, len(calls)) for _ in range(self.runs)]
-            copies = self._copies_us(run, len(calls))
-        medians = np.median(np.stack(samples), axis=0)
+            medians = np.median(np.stack(samples), axis=0)
+            return overhead_bytes, alone, medians, self._copies_us(run, len(calls))
+
+        overhead_bytes, alone, medians, copies = preserving(self.recording, measure)
         for first, indices in zip(firsts, groups.values(), strict=True):
             times[indices], workspaces[indices] = medians[first], alone[first]
             copies[indices] = copies[first]
@@ -356,7 +364,7 @@ class _Session:
         )
 
 
-# The op-by-op interpreter. It may run on the user's own tensors: `preserved` restores their values.
+# The op-by-op interpreter. It may run on the user's tensors: `preserving` restores their values.
 
 
 def inputs(recording: Recording, batch: list[torch.Tensor]) -> dict[fx.Node, torch.Tensor]:
@@ -398,21 +406,28 @@ def _synthetic_tensor(recording: Recording, node: fx.Node) -> torch.Tensor:
     return memory.as_strided(meta.shape, meta.stride)
 
 
-@contextmanager
-def preserved(recording: Recording, batch: list[torch.Tensor] | None = None) -> Iterator[None]:
-    """Restore every real tensor and generator after the block, from copies in host memory."""
-    copies = [(s, s.cpu().clone()) for s in _real_storages(recording, batch or [])]
+def preserving(
+    recording: Recording, function: Callable[[], T], batch: list[torch.Tensor] | None = None
+) -> T:
+    """Call a function, then restore every real tensor and generator, from copies in host memory."""
+    tensors = [t for t in _real_tensors(recording, batch or []) if not t.is_inference()]
+    versions = [tensor._version for tensor in tensors]
+    # As tensors of bytes: what restores them then needs no memory.
+    whole = [_bytes_of(storage) for storage in _real_storages(recording, batch or [])]
+    copies = [(tensor, tensor.to("cpu", copy=True)) for tensor in whole]
     nodes = (call.node for call in recording.tape.calls)
     args: Iterator[Any] = (arg for node in nodes for arg in (*node.args, *node.kwargs.values()))
-    generators = {id(arg): arg for arg in args if isinstance(arg, torch.Generator)}
-    own_states = [(generator, generator.get_state()) for generator in generators.values()]
+    generators = IdentitySet(arg for arg in args if isinstance(arg, torch.Generator))
+    own_states = [(generator, generator.get_state()) for generator in generators]
     states = random_states()
-    try:
-        yield
-    finally:
-        with uninterrupted():
-            for storage, copy in copies:
-                storage.copy_(copy)
+    with uninterrupted() as interruptible:
+        try:
+            with interruptible():
+                return function()
+        finally:
+            for tensor, copy in copies:
+                tensor.copy_(copy)
+            set_version_counter(tuple(tensors), tuple(versions))
             for generator, state in own_states:
                 generator.set_state(state)
             set_random_states(states)
@@ -421,10 +436,17 @@ def preserved(recording: Recording, batch: list[torch.Tensor] | None = None) -> 
 def _real_storages(
     recording: Recording, batch: list[torch.Tensor]
 ) -> Iterator[torch.UntypedStorage]:
-    tensors = [entry.tensor for entry in recording.tape.entries if _is_real(entry.tensor)]
-    tensors += [*(slot.get() for slot in recording.state.slots), *batch]
-    storages = (tensor.untyped_storage() for tensor in tensors)
+    storages = (tensor.untyped_storage() for tensor in _real_tensors(recording, batch))
     yield from {storage.data_ptr(): storage for storage in storages}.values()
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _real_tensors(recording: Recording, batch: list[torch.Tensor]) -> list[torch.Tensor]:
+    entered = [entry.tensor for entry in recording.tape.entries if _is_real(entry.tensor)]
+    return [*entered, *(slot.get() for slot in recording.state.slots), *batch]
 
 
 def _is_real(tensor: torch.Tensor) -> bool:

@@ -17,7 +17,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as torch_profile
 
-from rekindle.torch_internals import EventType, clear_cublas_workspaces
+from rekindle.errors import ProfileError
+from rekindle.torch_internals import (
+    EventType,
+    clear_cublas_workspaces,
+    is_profiler_enabled,
+    recorded_allocations,
+)
+from rekindle.tracing.capture_thread import capture_lock
 
 CallOp = Callable[[int, Any, tuple[Any, ...], dict[str, Any]], Any]  # (index, op, args, kwargs)
 Run = Callable[[CallOp], None]  # runs all ops of a step, each by a call of the given function
@@ -46,7 +53,9 @@ class CudaMeter:
         self._device = device
 
     def times_us(self, run: Run, n_ops: int) -> NDArray[np.float64]:
-        """The time of each op, from one run."""
+        """The time of each op, from one run; by events if the user's own profiler is running."""
+        if is_profiler_enabled():
+            return self._times_by_events_us(run, n_ops)
         activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
         with torch_profile(activities=activities, acc_events=True) as profiler:
             run(_call_marked)
@@ -55,6 +64,25 @@ class CudaMeter:
         for event in profiler.events():
             if event.name.startswith(_MARK) and event.device_type == DeviceType.CPU:
                 times[int(event.name.removeprefix(_MARK))] += event.device_time_total
+        return times
+
+    def _times_by_events_us(self, run: Run, n_ops: int) -> NDArray[np.float64]:
+        spans: list[tuple[int, torch.cuda.Event, torch.cuda.Event]] = []
+
+        def call_op(index: int, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            start.record()
+            result = op(*args, **kwargs)
+            end.record()
+            spans.append((index, start, end))
+            return result
+
+        run(call_op)
+        torch.cuda.synchronize(self._device)
+        times = np.zeros(n_ops)
+        for index, start, end in spans:
+            times[index] += start.elapsed_time(end) * 1e3
         return times
 
     def workspaces_bytes(self, run: Run, n_ops: int) -> tuple[NDArray[np.int64], int]:
@@ -135,6 +163,8 @@ class CpuMeter:
 
     def workspaces_bytes(self, run: Run, n_ops: int) -> tuple[NDArray[np.int64], int]:
         found = np.zeros(n_ops, dtype=np.int64)
+        if is_profiler_enabled():
+            return self._workspaces_without_kineto(run, n_ops), 0
         with _profiled_memory() as profiler:
             run(_call_marked)
         moments, totals = allocations(profiler)
@@ -148,6 +178,21 @@ class CpuMeter:
                 workspace = int(during.max()) - int(max(before, during[-1]))
                 found[int(event.name().removeprefix(_MARK))] = max(0, workspace)
         return found, 0
+
+    def _workspaces_without_kineto(self, run: Run, n_ops: int) -> NDArray[np.int64]:
+        """The same while the user's own profiler is running, which a second one would crash."""
+        found = np.zeros(n_ops, dtype=np.int64)
+        index, total, before, peak = -1, 0, 0, 0
+        for kind, name, nbytes in recorded_allocations(lambda: run(_call_marked)):
+            if kind == "memory_alloc":
+                total += nbytes
+                peak = max(peak, total)
+            elif name.startswith(_MARK) and kind == "push":
+                index = int(name.removeprefix(_MARK))
+                before = peak = total
+            elif name.startswith(_MARK):
+                found[index] = max(0, peak - max(before, total))
+        return found
 
     def allocated_bytes(self) -> int:
         return 0
@@ -216,7 +261,12 @@ def peak_bytes(
         for leaf in resident()
         if isinstance(leaf, torch.Tensor) and not leaf.is_meta
     }
-    with _profiled_memory() as profiler:
+    if is_profiler_enabled():
+        raise ProfileError(
+            "a profiler is running, and memory on the CPU is measured with another one: measure "
+            "outside of it."
+        )
+    with capture_lock, _profiled_memory() as profiler:
         step()
     kept_bytes = sum(nbytes for nbytes, storage in storages.values() if not storage.expired())
     return kept_bytes + int(allocations(profiler)[1].max())

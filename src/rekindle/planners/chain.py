@@ -372,14 +372,15 @@ def _nested(segment: Segment) -> list[int]:
 def _undominated(problem: Problem, found: list[SegmentPlan]) -> list[SegmentPlan]:
     kept: list[SegmentPlan] = []
     times = np.array(problem.times)
-    key = {
-        id(p): (p.kept_bytes, int(p.live.max(initial=0)), float(times[p.recomputed].sum()))
-        for p in found
-    }
-    for plan in sorted(found, key=lambda p: key[id(p)]):
-        mine = key[id(plan)]
-        if not any(all(a <= b for a, b in zip(key[id(o)], mine, strict=True)) for o in kept):
-            kept.append(plan)
+    costs = [
+        (p.kept_bytes, int(p.live.max(initial=0)), float(times[p.recomputed].sum())) for p in found
+    ]
+    kept_costs: list[tuple[int, int, float]] = []
+    for index in sorted(range(len(found)), key=costs.__getitem__):
+        mine = costs[index]
+        if not any(all(a <= b for a, b in zip(o, mine, strict=True)) for o in kept_costs):
+            kept.append(found[index])
+            kept_costs.append(mine)
     return kept
 
 

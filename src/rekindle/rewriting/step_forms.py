@@ -14,6 +14,7 @@ from rekindle.core.rewrite.backward_order import free_first
 from rekindle.core.rewrite.improve import MAX_UPDATES, Update, combine, update_early, write_in_place
 from rekindle.rewriting import multi_tensor
 from rekindle.torch_internals import global_optimizer_post_hooks, global_optimizer_pre_hooks
+from rekindle.tracing.intercept import is_own_hook
 from rekindle.tracing.tape import EntryKind, Recording
 
 # Their step is a loop over parameters, each with its own state and step count.
@@ -56,7 +57,8 @@ def updates_independently(optimizer: torch.optim.Optimizer) -> bool:
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """True if a hook, local or global, runs before or after the optimizer's step."""
     hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    return any((*hooks, global_optimizer_pre_hooks, global_optimizer_post_hooks))
+    before = list(global_optimizer_pre_hooks.values())  # a capture in another thread has one
+    return any((*hooks, global_optimizer_post_hooks)) or not all(map(is_own_hook, before))
 
 
 def _find_updates(recording: Recording, graph: StepGraph) -> tuple[list[Update], list[int]] | None:

@@ -295,10 +295,10 @@ def is_live(content: Content) -> bool:
     return isinstance(content, Items) and type(content.owner) in _PLAIN_DICTS
 
 
-def nested_owners(value: Any) -> Iterator[int]:
-    """The identities of the containers in a value."""
+def nested_owners(value: Any) -> Iterator[Any]:
+    """The containers in a value, and itself if it is one."""
     if isinstance(value, (list, tuple, set, deque, dict)):
-        yield id(value)
+        yield value
         for each in value.values() if isinstance(value, dict) else value:
             yield from nested_owners(each)
 
@@ -340,7 +340,7 @@ class Same:
         return isinstance(other, Same) and other._value is self._value
 
     def __hash__(self) -> int:
-        return id(self._value)
+        return object.__hash__(self._value)
 
 
 def signature(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from rekindle.tracing.undo import replaced
+from rekindle.tracing.capture_thread import ThreadPatches
 
 aten = torch.ops.aten
 _ATTENTION, _DROPOUT = F.scaled_dot_product_attention, F.dropout
@@ -30,19 +30,16 @@ _FLOAT32_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
 )
 
 
-@contextmanager
-def gpu_operators() -> Iterator[None]:
-    """Call the GPU's operators inside the block."""
-    with ExitStack() as stack:
-        choose = "_default_to_fused_or_foreach"
-        for name, module in list(sys.modules.items()):
-            if name.startswith("torch.optim.") and hasattr(module, choose):
-                stack.enter_context(replaced(module, choose, lambda *_, **__: (False, True)))
-        # Both: for callers that imported the functions, and for torch's own modules.
-        stack.enter_context(_GpuOperators())
-        stack.enter_context(replaced(F, "scaled_dot_product_attention", _attention))
-        stack.enter_context(replaced(F, "dropout", _dropout))
-        yield
+def gpu_operators(patches: ThreadPatches) -> AbstractContextManager[Any]:
+    """The context in which this thread calls the GPU's operators."""
+    choose = "_default_to_fused_or_foreach"
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torch.optim.") and hasattr(module, choose):
+            patches.replace(module, choose, lambda *_, **__: (False, True))
+    # Both: for callers that imported the functions, and for torch's own modules.
+    patches.replace(F, "scaled_dot_product_attention", _attention)
+    patches.replace(F, "dropout", _dropout)
+    return _GpuOperators()
 
 
 class _GpuOperators(TorchFunctionMode):

@@ -12,24 +12,23 @@ from torch.nn.utils import parametrize
 from rekindle.torch_internals import (
     DeviceContext,
     default_saved_tensor_hooks,
-    dispatch_modes,
     function_modes,
-    global_optimizer_post_hooks,
-    global_optimizer_pre_hooks,
 )
 from rekindle.tracing.contents import Same
 
-_GLOBAL_HOOKS: tuple[dict[Any, Any], ...] = (
-    *(value for name, value in vars(module_hooks).items() if name.startswith("_global_")),
-    global_optimizer_pre_hooks,
-    global_optimizer_post_hooks,
-)
-_GLOBAL_HOOKS = tuple(hooks for hooks in _GLOBAL_HOOKS if isinstance(hooks, dict))
+_GLOBAL_HOOKS: list[dict[Any, Any]] = [
+    value
+    for name, value in vars(module_hooks).items()
+    if name.startswith("_global_") and isinstance(value, dict)
+]
 _cuda, _cudnn, _mkldnn = torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn
 
 
 def global_state() -> Hashable:
-    """All settings; steps captured under equal ones run the same operators."""
+    """All settings; steps captured under equal ones run the same operators.
+
+    Dispatch modes and hooks on optimizers are not among them: they act on captured steps, too.
+    """
     hooks = default_saved_tensor_hooks()
     return (
         tuple(
@@ -46,11 +45,17 @@ def global_state() -> Hashable:
         (_cudnn.enabled, _cudnn.benchmark, _cudnn.deterministic, _cudnn.allow_tf32),
         (_mkldnn.enabled, _mkldnn.deterministic),
         parametrize._cache_enabled,
-        tuple((key, Same(hook)) for each in _GLOBAL_HOOKS if each for key, hook in each.items()),
+        tuple(
+            Same(hook) for each in _GLOBAL_HOOKS if each for hook in each.values() if _counts(hook)
+        ),
         None if hooks is None else tuple(map(Same, hooks)),
         tuple(map(_mode_key, function_modes())),
-        tuple(map(_mode_key, dispatch_modes())),
     )
+
+
+def _counts(hook: Any) -> bool:
+    """False for a hook of a capture, which another thread may be making."""
+    return not getattr(hook, "__module__", "").startswith("rekindle.")
 
 
 def _mode_key(mode: Any) -> Hashable:

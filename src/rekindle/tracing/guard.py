@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from rekindle.core.identity import IdentitySet
+from rekindle.core.uncopyable import Uncopyable
 from rekindle.tracing.contents import (
     ABSENT,
     CONSTANTS,
@@ -28,7 +30,7 @@ from rekindle.tracing.tape import Recording
 _requires_grad = operator.attrgetter("requires_grad")
 
 
-class Guard:
+class Guard(Uncopyable):
     """Fetches the tensors that a captured step works on, if nothing relevant has changed.
 
     After a refusal, `reason` explains it, and `changed` names the Python value that has changed, if
@@ -112,33 +114,32 @@ class _PythonGuard:
         self.reason = ""
         self.changed = ""
         unread, written = set(), set()
-        replaced: set[int] = set()
+        replaced = IdentitySet()
         for effect in effects:
-            place = id(effect.content), effect.key
+            place = effect.content, effect.key
             if effect.kind in (WriteKind.APPEND, WriteKind.ADD):
                 unread.add(place)
             else:
                 written.add(place)
                 # What an overwritten entry held is compared there, and not kept alive here.
-                replaced.update(nested_owners(effect.content.before.get(effect.key)))
-        self._contents = [c for c in contents if c.is_shared or id(c.owner) not in replaced]
-        self._unread = {id(c): {k for i, k in unread if i == id(c)} for c in self._contents}
-        self._written = {id(c): {k for i, k in written if i == id(c)} for c in self._contents}
-        self._frozen: dict[int, dict[Any, Any]] = {}
-        self._shown: dict[tuple[int, Any], str] = {}
-        self._owners: dict[tuple[int, Any], Any] = {}  # entries with a content of their own
-        owners = {id(content.owner): content.owner for content in self._contents}
+                replaced |= IdentitySet(nested_owners(effect.content.before.get(effect.key)))
+        self._contents = [c for c in contents if c.is_shared or c.owner not in replaced]
+        self._unread = {c: {k for each, k in unread if each is c} for c in self._contents}
+        self._written = {c: {k for each, k in written if each is c} for c in self._contents}
+        self._frozen: dict[Content, dict[Any, Any]] = {}
+        self._shown: dict[tuple[Content, Any], str] = {}
+        self._owners: dict[tuple[Content, Any], Any] = {}  # entries with a content of their own
+        owners = IdentitySet(content.owner for content in self._contents)
         self._live: list[dict[Any, Any]] = []
         self._others: list[Content] = []
         for content in self._contents:
-            own = id(content)
-            kept = {k: v for k, v in content.before.items() if k not in self._unread[own]}
-            self._frozen[own] = {key: freeze(value) for key, value in kept.items()}
-            own_content = {k: v for k, v in kept.items() if owners.get(id(v)) is v}
-            self._owners.update(((own, key), value) for key, value in own_content.items())
+            kept = {k: v for k, v in content.before.items() if k not in self._unread[content]}
+            self._frozen[content] = {key: freeze(value) for key, value in kept.items()}
+            own_content = {k: v for k, v in kept.items() if v in owners}
+            self._owners.update(((content, key), value) for key, value in own_content.items())
             shown = {k: _short(v) for k, v in kept.items() if isinstance(v, CONSTANTS)}
-            self._shown.update(((own, key), text) for key, text in shown.items())
-            if is_live(content) and not self._unread[own] and not self._written[own]:
+            self._shown.update(((content, key), text) for key, text in shown.items())
+            if is_live(content) and not self._unread[content] and not self._written[content]:
                 self._live.append(content.read())  # type: ignore[arg-type]
             else:
                 self._others.append(content)
@@ -154,8 +155,7 @@ class _PythonGuard:
 
     def _stable(self, content: Content) -> dict[Any, Any] | None:
         """The entries that the step does not write to; None if it writes to any."""
-        own = id(content)
-        return None if self._unread[own] or self._written[own] else dict(content.read())
+        return None if self._unread[content] or self._written[content] else dict(content.read())
 
     def is_unchanged(self) -> bool:
         """True if the Python state is that of the capture; if not, `reason` says what differs."""
@@ -186,16 +186,16 @@ class _PythonGuard:
 
     def _is_equal(self, content: Content) -> bool:
         """True if a content equals that of the capture; if not, notes the first change."""
-        now, frozen = content.read(), self._frozen[id(content)]
-        unread = self._unread[id(content)]
+        now, frozen = content.read(), self._frozen[content]
+        unread = self._unread[content]
         for key in (*frozen, *(key for key in now if key not in frozen and key not in unread)):
             value = now.get(key, ABSENT)
-            if value is self._owners.get((id(content), key), ABSENT) and value is not ABSENT:
+            if value is self._owners.get((content, key), ABSENT) and value is not ABSENT:
                 continue
             if key in frozen and value is not ABSENT and freeze(value) == frozen[key]:
                 continue
             self.changed = content.label(key)
-            before = self._shown.get((id(content), key)) if key in frozen else repr(ABSENT)
+            before = self._shown.get((content, key)) if key in frozen else repr(ABSENT)
             is_shown = value is ABSENT or isinstance(value, CONSTANTS)
             self.reason = f"{self.changed} has changed"
             self.reason += f" from {before}" if before is not None else ""

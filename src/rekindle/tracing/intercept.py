@@ -7,55 +7,120 @@ random state. They are recorded or refused here.
 from __future__ import annotations
 
 import logging
+import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
-from torch.nn.modules import module as module_hooks
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from rekindle.torch_internals import FAKE_TENSOR_LOGGER, disable_current_modes
+from rekindle.core.identity import IdentityDict, IdentitySet
+from rekindle.torch_internals import (
+    FAKE_TENSOR_LOGGER,
+    compiling_nothing,
+    disable_current_modes,
+)
+from rekindle.tracing.capture_thread import Patch, ThreadPatches
+from rekindle.tracing.preconditions import DRAWS, SEEDS
 from rekindle.tracing.recorder import Recorder
-from rekindle.tracing.undo import replaced
 
 
 @contextmanager
 def intercepted(
     recorder: Recorder,
+    patches: ThreadPatches,
     modules: dict[str, nn.Module],
     *,
     on_unknown: Callable[[nn.Module], None],
     on_optimizer: Callable[[torch.optim.Optimizer], None],
-) -> Iterator[None]:
+) -> Iterator[Callable[[], bool]]:
     """Intercept while the step runs.
 
     `on_unknown` is called with modules that are not in `modules`, `on_optimizer` with each
-    optimizer before it steps.
+    optimizer before it steps. Yields a function that returns True if another thread has drawn from
+    Python's or numpy's random generator since.
     """
     with ExitStack() as stack:
-        _track_modules(stack, recorder, modules, on_unknown)
-        _refuse_schedulers(stack, recorder)
-        hook = register_optimizer_step_pre_hook(lambda optimizer, *_: on_optimizer(optimizer))
-        stack.callback(hook.remove)
-        _record_random_state(stack, recorder)
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        _track_modules(patches, recorder, modules, on_unknown)
+        _refuse_schedulers(patches, recorder)
+        stack.enter_context(_OptimizerHook(patches, on_optimizer))
+        _record_random_state(patches, recorder)
+        draws = list(_refuse_seeds_and_draws(patches, recorder))
+        stack.enter_context(compiling_nothing())
         stack.enter_context(torch.enable_grad())
         stack.enter_context(_MemoryReadsRefused(recorder))
-        logger = logging.getLogger(FAKE_TENSOR_LOGGER)  # logs the user's errors, which are raised
-        stack.callback(logger.setLevel, logger.level)
-        logger.setLevel(logging.CRITICAL)
-        stack.enter_context(warnings.catch_warnings())
-        # Recurrent layers only compare the addresses of their weights.
-        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        stack.enter_context(_Quiet(patches))
         torch.clear_autocast_cache()
-        yield
+        yield lambda: any(patch.n_calls_elsewhere for patch in draws)
+
+
+class _OptimizerHook:
+    """Calls a function with each optimizer that steps in the capturing thread.
+
+    Steps that run in other threads meanwhile ignore it: see `is_own_hook`.
+    """
+
+    def __init__(
+        self, patches: ThreadPatches, function: Callable[[torch.optim.Optimizer], None]
+    ) -> None:
+        self._patches, self._function = patches, function
+
+    def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._patches.is_active:
+            self._function(optimizer)
+
+    def __enter__(self) -> None:
+        self._handle = register_optimizer_step_pre_hook(self)
+
+    def __exit__(self, *_: object) -> None:
+        self._handle.remove()
+
+
+def is_own_hook(hook: Any) -> bool:
+    """True if a hook on optimizers is a capture's, which other threads do not notice."""
+    return isinstance(hook, _OptimizerHook)
+
+
+class _Quiet:
+    """In the capturing thread, ignores a logger and a warning about fake tensors.
+
+    The logger repeats the user's errors, which are raised. The warning is about addresses, which
+    recurrent layers only compare. Python's filters of warnings are the process's: this one stands
+    among them, and matches in the capturing thread only.
+    """
+
+    def __init__(self, patches: ThreadPatches) -> None:
+        self._patches = patches
+        self._filter: Any = ("ignore", self, Warning, None, 0)
+        self._logger = logging.getLogger(FAKE_TENSOR_LOGGER)
+
+    def match(self, text: str) -> bool:
+        """True if a warning is ignored: the part of a regular expression in a filter."""
+        return self._patches.is_active and text.startswith(_DATA_POINTER_WARNING)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """True if a message is logged."""
+        return not self._patches.is_active
+
+    def __enter__(self) -> None:
+        self._logger.addFilter(self)
+        warnings.filters.insert(0, self._filter)  # type: ignore[attr-defined]
+
+    def __exit__(self, *_: object) -> None:
+        self._logger.removeFilter(self)
+        if self._filter in warnings.filters:
+            warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
+
+
+_DATA_POINTER_WARNING = "Accessing the data pointer of FakeTensor"
 
 
 class _MemoryReadsRefused(TorchFunctionMode):
@@ -92,35 +157,35 @@ _MEMORY_READS = {
 
 
 def _track_modules(
-    stack: ExitStack,
+    patches: ThreadPatches,
     recorder: Recorder,
     modules: dict[str, nn.Module],
     on_unknown: Callable[[nn.Module], None],
 ) -> None:
-    paths = {id(module): path for path, module in modules.items()}
-    made_here: set[int] = set()  # modules that the step itself creates
-    init = nn.Module.__init__
+    paths = IdentityDict((module, path) for path, module in modules.items())
+    made_here = IdentitySet()  # modules that the step itself creates
 
-    def note_and_init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        made_here.add(id(module))
-        init(module, *args, **kwargs)
+    def init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        made_here.add(module)
+        plain_init.original(module, *args, **kwargs)
 
-    def enter(module: nn.Module, args: Any) -> None:
-        if id(module) not in paths:
-            paths[id(module)] = type(module).__name__
-            if id(module) not in made_here:
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if module not in paths:
+            paths[module] = type(module).__name__
+            if module not in made_here:
                 on_unknown(module)
-        recorder.module_path.append(paths[id(module)])
+        recorder.module_path.append(paths[module])
+        try:
+            return plain_call.original(module, *args, **kwargs)
+        finally:
+            recorder.module_path.pop()
 
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        recorder.module_path.pop()
-
-    stack.callback(module_hooks.register_module_forward_pre_hook(enter).remove)
-    stack.callback(module_hooks.register_module_forward_hook(leave, always_call=True).remove)
-    stack.enter_context(replaced(nn.Module, "__init__", note_and_init))
+    # Not a global hook on modules: compiled code of other threads would notice one.
+    plain_call = patches.replace(nn.Module, "__call__", call)
+    plain_init = patches.replace(nn.Module, "__init__", init)
 
 
-def _refuse_schedulers(stack: ExitStack, recorder: Recorder) -> None:
+def _refuse_schedulers(patches: ThreadPatches, recorder: Recorder) -> None:
     def step(*args: Any, **kwargs: Any) -> None:
         recorder.refuse(
             "steps a learning-rate scheduler inside the training step",
@@ -129,7 +194,7 @@ def _refuse_schedulers(stack: ExitStack, recorder: Recorder) -> None:
 
     for scheduler in (LRScheduler, *_subclasses(LRScheduler)):
         if "step" in vars(scheduler):
-            stack.enter_context(replaced(scheduler, "step", step))
+            patches.replace(scheduler, "step", step)
 
 
 def _subclasses(cls: type) -> Iterator[type]:
@@ -139,27 +204,49 @@ def _subclasses(cls: type) -> Iterator[type]:
         yield from _subclasses(subclass)
 
 
-def _record_random_state(stack: ExitStack, recorder: Recorder) -> None:
+def _record_random_state(patches: ThreadPatches, recorder: Recorder) -> None:
     """Record reads and writes of random state, as `torch.utils.checkpoint` makes them."""
 
     def patch(module: Any, kind: str) -> None:
-        read_state = module.get_rng_state
-
         def get(device: Any = kind) -> torch.Tensor:
             with disable_current_modes():
-                state = read_state() if kind == "cpu" else read_state(device)
+                state = plain.original() if kind == "cpu" else plain.original(device)
             return recorder.get_random_state(_generator_name(device), state)
 
         def set_(new_state: torch.Tensor, device: Any = kind) -> None:
             recorder.set_random_state(_generator_name(device), new_state)
 
-        stack.enter_context(replaced(module, "get_rng_state", get))
-        stack.enter_context(replaced(module, "set_rng_state", set_))
+        plain = patches.replace(module, "get_rng_state", get)
+        patches.replace(module, "set_rng_state", set_)
 
     for module in (torch, torch.random):
         patch(module, "cpu")
     for module in (torch.cuda, torch.cuda.random):
         patch(module, "cuda")
+
+
+def _refuse_seeds_and_draws(patches: ThreadPatches, recorder: Recorder) -> Iterator[Patch]:
+    """Refuse to seed torch's generators, and to draw from those of `random` and numpy.
+
+    Yields the patches of the latter. A generator's state does not tell who has changed it: another
+    thread may have.
+    """
+
+    def seed(*args: Any, **kwargs: Any) -> None:
+        recorder.refuse(*SEEDS)
+
+    def draw(*args: Any, **kwargs: Any) -> None:
+        recorder.refuse(*DRAWS)
+
+    for module in (torch, torch.random, torch.cuda, torch.cuda.random):
+        for name in ("manual_seed", "manual_seed_all", "seed", "seed_all"):
+            if name in vars(module):
+                patches.replace(module, name, seed)
+    for module, kind in ((random, random.Random), (np.random, np.random.RandomState)):
+        for name, function in list(vars(module).items()):
+            is_method = isinstance(getattr(function, "__self__", None), kind)
+            if is_method and name.replace("_", "") not in ("getstate", "setstate"):
+                yield patches.replace(module, name, draw)
 
 
 def _generator_name(device: Any) -> str:
@@ -176,12 +263,11 @@ def _generator_name(device: Any) -> str:
 _TRANSFORMERS_UTILS = "transformers.utils.import_utils"
 
 
-def transformers_sees_no_fakes() -> AbstractContextManager[None]:
+def hide_fakes_from_transformers(patches: ThreadPatches) -> None:
     """Tell transformers, if it is imported, that no tensor is fake."""
     module = sys.modules.get(_TRANSFORMERS_UTILS)
-    if not hasattr(module, "is_fake_tensor"):
-        return nullcontext()
-    return replaced(module, "is_fake_tensor", lambda tensor: False)
+    if hasattr(module, "is_fake_tensor"):
+        patches.replace(module, "is_fake_tensor", lambda tensor: False)
 
 
 def is_in_transformers(filename: str) -> bool:

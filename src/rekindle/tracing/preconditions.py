@@ -19,10 +19,16 @@ from rekindle.tracing.tape import Tape
 from rekindle.tracing.undo import Sandbox
 from rekindle.tracing.user_line import Line
 
-_DRAW_WITH_TORCH = "Draw with torch (torch.rand, torch.randint), which the capture can record."
-
-
 _TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
+# Problems and advice
+SEEDS = (
+    "the step seeds a random generator",
+    "Call torch.manual_seed outside the step; each step continues the random stream.",
+)
+DRAWS = (
+    "the step draws from Python's or numpy's random generator",
+    "Draw with torch (torch.rand, torch.randint), which the capture can record.",
+)
 
 
 class Checks:
@@ -150,7 +156,7 @@ class Checks:
         line = python.line_of(write.content, write.key)
         if isinstance(write.content, RandomState):
             problem = f"the step draws from the random generator {write.name}"
-            self.refuse_at(line, problem, _DRAW_WITH_TORCH)
+            self.refuse_at(line, problem, DRAWS[1])
         if isinstance(write.content, Array):
             problem = f"the step writes to the numpy array {write.name}"
             self.refuse_at(line, problem, "Use a tensor, which the capture can record.")
@@ -173,18 +179,16 @@ class Checks:
                 "Take the next element outside the step, and pass it in the batch.",
             )
 
-    def randomness(self, sandbox: Sandbox) -> None:
-        """Only torch's operators draw random numbers, and no generator is seeded."""
+    def randomness(self, sandbox: Sandbox, *, others_drew: bool) -> None:
+        """Only torch's operators draw random numbers, and no generator is seeded.
+
+        The interception has refused what it saw. `others_drew` is True if it saw another thread
+        draw from Python's or numpy's generator.
+        """
         if sandbox.seeded_torch():
-            self._refuse(
-                "the step seeds a random generator",
-                "Call torch.manual_seed outside the step; each step continues the random stream.",
-            )
-        if sandbox.used_python_random():
-            self._refuse(
-                "the step draws from Python's or numpy's random generator",
-                _DRAW_WITH_TORCH,
-            )
+            self._refuse(*SEEDS)
+        if not others_drew and sandbox.used_python_random():
+            self._refuse(*DRAWS)
 
 
 def settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

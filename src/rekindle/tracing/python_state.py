@@ -39,6 +39,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from rekindle.core.identity import IdentityDict, IdentitySet
 from rekindle.tracing.code_names import (
     CodeNames,
     is_noted,
@@ -112,15 +113,15 @@ class PythonState:
         train_step: Callable[..., Any],
         optimizer: torch.optim.Optimizer,
     ) -> None:
-        self._contents: dict[tuple[int, type], Content] = {}  # each holds its owner
+        self._contents: IdentityDict[dict[type, Content]] = IdentityDict()  # by owner, or its dict
         self.codes: dict[CodeType, CodeNames] = {}  # of functions that have run
         self._names: set[str] = set()
         self._is_wholesale = False  # some function reads attributes without naming them
         self._filtered: list[Attributes] = []
-        self._globals: dict[int, Attributes] = {}
+        self._globals: IdentityDict[Attributes] = IdentityDict()
         self._functions: dict[CodeType, list[types.FunctionType]] = {}
-        self._held: dict[int, Any] = {}  # visited objects without content of their own
-        self._tensors: dict[int, tuple[torch.Tensor, list[TensorPlace]]] = {}
+        self._held = IdentitySet()  # visited objects without content of their own
+        self._tensors: IdentityDict[list[TensorPlace]] = IdentityDict()
         self._iterators: list[tuple[Content, Any]] = []
         self._is_full = False
         self._queue: deque[tuple[Any, str]] = deque()
@@ -228,9 +229,9 @@ class PythonState:
 
     def _scope(self, scope: dict[str, Any]) -> Attributes:
         """The content of a module's globals."""
-        found = self._globals.get(id(scope))
+        found = self._globals.get(scope)
         if found is None:
-            found = self._globals[id(scope)] = Attributes("", scope, scope, set())
+            found = self._globals[scope] = Attributes("", scope, scope, set())
         return found
 
     def _note_entries(self, content: Attributes, names: Set[str]) -> None:
@@ -243,7 +244,7 @@ class PythonState:
     def _enter_function(self, function: types.FunctionType) -> None:
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         for name, cell in cells:
-            if name != "__class__" and (id(cell), Cell) not in self._contents:
+            if name != "__class__" and cell not in self._contents:
                 self._add(Cell(name, cell))
         defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
         for value in defaults:
@@ -252,10 +253,10 @@ class PythonState:
     # What it leads to
 
     def _visit_module(self, path: str, module: nn.Module) -> None:
-        if (id(module.__dict__), Attributes) in self._contents:
+        if module.__dict__ in self._contents:
             return
         content = Attributes(path, module, module.__dict__)
-        self._contents[id(module.__dict__), Attributes] = content
+        self._contents[module.__dict__] = {Attributes: content}
         self._visit_class(type(module))
         for key, value in content.before.items():
             if key.startswith(_OF_STATE_DICTS):
@@ -266,7 +267,7 @@ class PythonState:
                 self._visit_entry(content, key, value)
 
     def _add(self, content: Content) -> None:
-        self._contents[id(content.owner), type(content)] = content
+        self._contents.setdefault(content.owner, {})[type(content)] = content
         for key, value in list(content.before.items()):
             self._visit_entry(content, key, value)
 
@@ -280,7 +281,7 @@ class PythonState:
     def _visit_tuple(self, content: Content, key: Any, path: tuple[Any, ...], value: Any) -> None:
         if isinstance(value, torch.Tensor):
             place = TensorPlace(content, key, path)
-            self._tensors.setdefault(id(value), (value, []))[1].append(place)
+            self._tensors.setdefault(value, []).append(place)
         elif isinstance(value, tuple) and not isinstance(value, CONSTANTS):
             for index, element in enumerate(value):
                 self._visit_tuple(content, key, (*path, index), element)
@@ -305,12 +306,11 @@ class PythonState:
     def _visit_one(self, value: Any, path: str) -> None:
         if isinstance(value, CONSTANTS) or self._is_full:
             return
-        if id(value) in self._held:
-            for kind in (Items, Elements):
-                if (id(value), kind) in self._contents:
-                    self._contents[id(value), kind].is_shared = True
+        if value in self._held:
+            for content in self._contents.get(value, {}).values():
+                content.is_shared = True
             return
-        self._held[id(value)] = value
+        self._held.add(value)
         if len(self._held) > _MAX_CONTENTS:
             self._is_full = True
             log.warning(
@@ -322,11 +322,13 @@ class PythonState:
             return
         match value:
             case torch.Tensor():
-                self._tensors.setdefault(id(value), (value, []))
+                self._tensors.setdefault(value, [])
             case nn.Module():
                 self._visit_module(path, value)
             case types.FunctionType() if value is os.getenv:
                 self._visit(os.environ, "os.environ")
+            case types.FunctionType() if not is_noted(value.__code__):
+                pass
             case types.FunctionType():
                 self._functions.setdefault(value.__code__, []).append(value)
                 if value.__code__ in self.codes:
@@ -364,8 +366,11 @@ class PythonState:
                 self._visit_object(path, value)
 
     def _visit_object(self, path: str, value: Any) -> None:
-        if type(value).__module__.startswith(("torch._", "torch.jit", "torch.fx")):
+        module = type(value).__module__
+        if module.startswith(("torch._", "torch.jit", "torch.fx")):
             return  # operators and compiled functions
+        if module.startswith("rekindle.") and not module.startswith("rekindle.models."):
+            return
         if isinstance(value, (MutableMapping, list, deque, MutableSet)):
             if len(value) > _MAX_ELEMENTS:
                 log.warning(
@@ -393,7 +398,7 @@ class PythonState:
             names = None
         content = Attributes(path, owner, attributes, names)
         held = attributes if isinstance(attributes, dict) else owner
-        self._contents[id(held), Attributes] = content
+        self._contents.setdefault(held, {})[Attributes] = content
         if names is self._names:
             self._filtered.append(content)
         for key, value in list(content.before.items()):
@@ -402,9 +407,9 @@ class PythonState:
     def _visit_class(self, cls: type) -> None:
         """Note attributes of a class of the user or a library, and its functions."""
         for each in cls.__mro__:
-            if (id(each), Attributes) in self._contents or not is_noted_class(each):
+            if each in self._contents or not is_noted_class(each):
                 continue
-            self._held[id(each)] = each
+            self._held.add(each)
             self._visit_attributes(each.__name__, each, vars(each), self._names)
             for value in vars(each).values():
                 if isinstance(value, (types.FunctionType, staticmethod, classmethod, property)):
@@ -426,27 +431,29 @@ class PythonState:
 
     def all_contents(self) -> list[Content]:
         """Every object whose content is part of the state."""
-        return [*self._contents.values(), *self._globals.values()]
+        return [
+            *(c for kinds in self._contents.values() for c in kinds.values()),
+            *self._globals.values(),
+        ]
 
     def places_of(self, tensor: torch.Tensor) -> list[TensorPlace]:
         """Where the user's objects hold a tensor."""
-        held, places = self._tensors.get(id(tensor), (None, []))
-        return places if held is tensor else []
+        return self._tensors.get(tensor, [])
 
     def tensors(self) -> list[torch.Tensor]:
         """The tensors in the state."""
-        return [tensor for tensor, _ in self._tensors.values()]
+        return list(self._tensors)
 
     def writes(self) -> list[Write]:
         """Every entry that the step has changed."""
-        found: dict[tuple[int, Any], Write] = {}
+        found: IdentityDict[dict[Any, Write]] = IdentityDict()
         for content in self.all_contents():
             owner = content.attributes if isinstance(content, Attributes) else content.owner
             for key, value in content.changed().items():
                 write = self._write(content, key, value)
                 if write is not None:
-                    found[id(owner), key] = write
-        return list(found.values())
+                    found.setdefault(owner, {})[key] = write
+        return [write for writes in found.values() for write in writes.values()]
 
     def _write(self, content: Content, key: Any, value: Any) -> Write | None:
         before = content.before.get(key, ABSENT)
@@ -487,7 +494,7 @@ class PythonState:
 
     def is_known(self, value: Any) -> bool:
         """True for objects that existed before the step, and for functions and the like."""
-        if isinstance(value, CONSTANTS) or self._held.get(id(value)) is value:
+        if isinstance(value, CONSTANTS) or value in self._held:
             return True
         return isinstance(value, _CALLABLES) and not isinstance(value, nn.Module)
 

@@ -13,13 +13,14 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, NoReturn
 
 import torch
 from torch import fx
 
 from rekindle.core.graph.graph import Source
+from rekindle.core.identity import IdentityDict, IdentitySet
 from rekindle.errors import CaptureError
 from rekindle.torch_internals import (
     FakeTensor,
@@ -96,6 +97,8 @@ class Recorder(TorchDispatchMode):
         self.in_backward = False
         self.in_optimizer = False
         self.is_paused = False
+        self.refusal: CaptureError | None = None
+        self.before_op: Callable[[], None] = lambda: None
         self.on_value_read: Callable[[user_line.Line], None] | None = None
         self.on_frame: Callable[[CodeType, dict[str, Any]], None] | None = None
         self._thread = threading.get_ident()
@@ -103,7 +106,7 @@ class Recorder(TorchDispatchMode):
         self._fake_mode = fake_mode
         self._step_line = step_line
         self._name_unknown = name_unknown
-        self._twin_of_real: dict[int, torch.Tensor] = {}
+        self._twin_of_real: IdentityDict[torch.Tensor] = IdentityDict()
         self._views: dict[Hashable, fx.Node] = {}
         self._node_of_storage: dict[int, fx.Node] = {}
         self._storage_index: dict[int, int] = {}
@@ -123,13 +126,13 @@ class Recorder(TorchDispatchMode):
         self.tape.entries.append(Entry(kind, name, node, tensor))
         if not isinstance(tensor, FakeTensor):
             twin = self._fake_mode.from_tensor(tensor)
-            self._twin_of_real[id(tensor)] = tensor = twin
+            self._twin_of_real[tensor] = tensor = twin
         self._hold(node, tensor)
         return node
 
     def node_of(self, tensor: torch.Tensor) -> fx.Node:
         """The node of a tensor; an unknown tensor becomes an input of the graph."""
-        fake = self._twin_of_real.get(id(tensor), tensor)
+        fake = self._twin_of_real.get(tensor, tensor)
         node: fx.Node | None = getattr(fake, "_rekindle_node", None)
         return node or self.enter_tensor(*self._name_unknown(tensor), tensor)
 
@@ -144,15 +147,19 @@ class Recorder(TorchDispatchMode):
                 )
             return tensor
         self.node_of(tensor)
-        return self._twin_of_real[id(tensor)]
+        return self._twin_of_real[tensor]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim":
+            return func(*args, **kwargs)  # such as a fake's device: no reason to fail, see below
+        self.before_op()
         profile = sys.getprofile()  # notes the user's functions, of which none runs in here
         sys.setprofile(None)
         try:
-            return self._dispatch(func, args, kwargs or {})
+            return self._dispatch(func, args, kwargs)
         finally:
             sys.setprofile(profile)
 
@@ -231,9 +238,9 @@ class Recorder(TorchDispatchMode):
         if storage.device.type != "meta":
             pointer = storage.data_ptr()
             twins = (
-                self._twin_of_real[id(e.tensor)]
+                self._twin_of_real[e.tensor]
                 for e in self.tape.entries
-                if id(e.tensor) in self._twin_of_real
+                if e.tensor in self._twin_of_real
                 and e.tensor.untyped_storage().data_ptr() == pointer
             )
             storage = next((twin.untyped_storage() for twin in twins), storage)
@@ -281,12 +288,12 @@ class Recorder(TorchDispatchMode):
 
     def survivors(self) -> list[tuple[torch.Tensor, Source]]:
         """Fake tensors of the step that somebody still holds, and where they were made."""
-        own = {id(twin) for twin in self._twin_of_real.values()}
-        own.update(id(entry.tensor) for entry in self.tape.entries)
+        own = IdentitySet(self._twin_of_real.values())
+        own |= IdentitySet(entry.tensor for entry in self.tape.entries)
 
         def alive() -> list[torch.Tensor]:
             tensors = (reference() for reference in self._deaths)
-            return [tensor for tensor in tensors if tensor is not None and id(tensor) not in own]
+            return [tensor for tensor in tensors if tensor is not None and tensor not in own]
 
         if not alive():
             return []
@@ -411,7 +418,24 @@ class Recorder(TorchDispatchMode):
     def refuse(self, problem: str, advice: str) -> NoReturn:
         """Raise a CaptureError that names the user's current line."""
         line = user_line.user_line(user_line.current_lines(), self._step_line)
-        raise CaptureError(problem, filename=line.filename, lineno=line.lineno, advice=advice)
+        self.refusal = CaptureError(
+            problem, filename=line.filename, lineno=line.lineno, advice=advice
+        )
+        raise self.refusal
+
+
+def in_bookkeeping(frame: FrameType | None) -> bool:
+    """True if this frame answers torch's own question about a fake tensor, such as its device.
+
+    Autograd asks from C++ code that ends the process if the answer is an exception.
+    """
+    while frame is not None:
+        if frame.f_code.co_name == "__torch_dispatch__":
+            func = frame.f_locals.get("func")
+            if getattr(func, "namespace", "") == "prim":
+                return True
+        frame = frame.f_back
+    return False
 
 
 def _layout(arg: Any) -> Hashable:

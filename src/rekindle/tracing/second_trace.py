@@ -15,6 +15,7 @@ from torch import fx
 from rekindle.core.graph.graph import Source
 from rekindle.torch_internals import FakeTensor
 from rekindle.tracing import batch_tree
+from rekindle.tracing.contents import Same
 from rekindle.tracing.tape import EntryKind, Recording
 
 _NO_SOURCE = Source("", "", 0)
@@ -51,7 +52,7 @@ def _described(recording: Recording) -> Iterator[tuple[Any, ...]]:
             return tuple((key, form(each)) for key, each in value.items())
         if isinstance(value, batch_tree.CONSTANTS):
             return batch_tree.leaf_key(value)
-        return "object", id(value)  # both recordings hold it
+        return Same(value)
 
     for node in tape.graph.nodes:
         meta = tape.metas.get(node)

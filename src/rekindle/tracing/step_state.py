@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from rekindle.core.identity import IdentityDict, IdentitySet
 from rekindle.tracing import batch_tree
 from rekindle.tracing.contents import Content, TensorPlace
 from rekindle.tracing.python_state import WriteKind
@@ -59,18 +61,20 @@ class StepState:
             self.add_module(module)
         self.slots: list[Slot] = []
         self.ties: list[tuple[Slot, int]] = []  # further places of a tensor, and its slot
-        slot_of: dict[int, int] = {}  # by identity of the tensor: tied weights have one slot
-        trained = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        slot_of: IdentityDict[int] = IdentityDict()  # by tensor: tied weights have one slot
+        trained = IdentitySet(p for group in optimizer.param_groups for p in group["params"])
         for slot in self._all_slots():
-            if id(slot.get()) in trained:  # may be a plain tensor attribute
+            if slot.get() in trained:  # may be a plain tensor attribute
                 slot = replace(slot, kind=EntryKind.PARAM)
-            index = slot_of.setdefault(id(slot.get()), len(self.slots))
+            index = slot_of.setdefault(slot.get(), len(self.slots))
             if index == len(self.slots):
                 self.slots.append(slot)
             else:
                 self.ties.append((slot, index))
-        self._slot_of = {key: self.slots[index] for key, index in slot_of.items()}
-        self._created_later: dict[int, tuple[EntryKind, str]] = {}
+        self._index_of = slot_of
+        # Weak: autograd reuses a gradient's memory only if nobody else holds it.
+        self._others = WeakTensorKeyDictionary()
+        self._find_others()
         self.contents: list[Content] = []  # the Python state, after the capture
 
     def add_places(self, places: list[TensorPlace], tensor: torch.Tensor) -> Slot:
@@ -80,16 +84,16 @@ class StepState:
         while name in names:
             name += "_"
         slots = [Slot(EntryKind.EXTERNAL, name, place, 0) for place in places]
+        self._index_of[tensor] = len(self.slots)
         self.ties.extend((slot, len(self.slots)) for slot in slots[1:])
         self.slots.append(slots[0])
-        self._slot_of[id(tensor)] = slots[0]
         return slots[0]
 
     def add_module(self, module: nn.Module) -> list[str]:
         """Add a module from outside the model and its submodules; returns the names of new ones."""
-        known = {id(each) for each in self.modules.values()}
+        known = IdentitySet(self.modules.values())
         root = f"{type(module).__name__}{len(self.modules)}"
-        new = {p: m for p, m in module.named_modules(prefix=root) if id(m) not in known}
+        new = {p: m for p, m in module.named_modules(prefix=root) if m not in known}
         self.modules.update(new)
         return list(new)
 
@@ -119,25 +123,26 @@ class StepState:
 
     def name_of(self, tensor: torch.Tensor) -> tuple[EntryKind, str] | None:
         """The kind and name of a real tensor that belongs to a module or the optimizer."""
-        slot = self._slot_of.get(id(tensor))
-        if slot is not None:
-            return slot.kind, slot.name
-        if id(tensor) not in self._created_later:
-            self._created_later = dict(self._grads_and_state())
-        return self._created_later.get(id(tensor))
+        if (index := self._index_of.get(tensor)) is not None:
+            return self.slots[index].kind, self.slots[index].name
+        if tensor not in self._others:
+            self._find_others()  # an optimizer may create its state in the step
+        found: tuple[EntryKind, str] | None = self._others.get(tensor)
+        return found
 
-    def _grads_and_state(self) -> Iterator[tuple[int, tuple[EntryKind, str]]]:
+    def _find_others(self) -> None:
+        """Note gradients and optimizer state; those of before the step keep their names."""
         for index, param in self.params().items():
             if param.grad is not None:
-                yield id(param.grad), (EntryKind.GRAD, self.slots[index].name)
+                self._others.setdefault(param.grad, (EntryKind.GRAD, self.slots[index].name))
         for name, state in self.optimizer_state():
-            yield id(state), (EntryKind.OPT_STATE, name)
+            self._others.setdefault(state, (EntryKind.OPT_STATE, name))
 
     def optimizer_state(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor in the optimizer's state, with a name made from its parameter's."""
         for owner, state in self.optimizer.state.items():
-            slot = self._slot_of.get(id(owner))
-            prefix = slot.name if slot is not None else "optimizer"
+            index = self._index_of.get(owner)
+            prefix = "optimizer" if index is None else self.slots[index].name
             for key, value in state.items() if isinstance(state, dict) else ():
                 if isinstance(value, torch.Tensor):
                     yield f"{prefix}.{key}", value

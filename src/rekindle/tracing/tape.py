@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from rekindle.core.graph.graph import Source
+from rekindle.core.uncopyable import Uncopyable
 from rekindle.tracing import batch_tree
 from rekindle.tracing.step_state import Effect, EntryKind, StepState
 
@@ -98,7 +99,7 @@ class GradUse:
 
 
 @dataclass(frozen=True)
-class Recording:
+class Recording(Uncopyable):
     """A traced step and the user's objects it works on."""
 
     tape: Tape

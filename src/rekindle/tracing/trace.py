@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
+from rekindle.core.identity import IdentityDict, IdentitySet
 from rekindle.errors import CaptureError, RekindleError
 from rekindle.torch_internals import (
     DataDependentOutputException,
@@ -19,14 +20,15 @@ from rekindle.torch_internals import (
     UnsupportedOperatorException,
 )
 from rekindle.tracing import batch_tree, intercept, user_line
+from rekindle.tracing.capture_thread import ThreadPatches, capture_lock
 from rekindle.tracing.cpu_as_gpu import gpu_operators
 from rekindle.tracing.preconditions import Checks, settings
 from rekindle.tracing.python_state import PythonState, WriteKind, holder_of
-from rekindle.tracing.recorder import Recorder
+from rekindle.tracing.recorder import Recorder, in_bookkeeping
 from rekindle.tracing.second_trace import first_difference
 from rekindle.tracing.step_state import Effect, EntryKind, StepState
 from rekindle.tracing.tape import GradUse, OptimizerCall, Recording, run_optimizer
-from rekindle.tracing.undo import Sandbox, remember, replaced, uninterrupted
+from rekindle.tracing.undo import Interruptible, Sandbox, remember, uninterrupted
 
 log = logging.getLogger("rekindle")
 
@@ -57,9 +59,10 @@ def record(
 
     def trace() -> tuple[_Capture, Recording]:
         while True:
-            capture = _Capture(train_step, model, optimizer, batch, others, options)
             try:
-                return capture, capture.run()
+                with capture_lock:
+                    capture = _Capture(train_step, model, optimizer, batch, others, options)
+                    return capture, capture.run()
             except _Restart as restart:
                 if isinstance(restart.change, str):
                     options.discard(restart.change)
@@ -90,11 +93,12 @@ def python_snapshot(
 
     It covers the values of the tensors in it, too, but for those of the model and the optimizer.
     """
-    capture = _Capture(train_step, model, optimizer, batch, [], {"placeholder_grads"})
-    with suppress(_Restart, RekindleError):  # what a refused step reads is known, too
-        capture.run()
-    inside = {id(tensor): tensor for tensor in capture.state.tensors()}
-    tensors = [tensor for tensor in capture.python.tensors() if id(tensor) not in inside]
+    with capture_lock:
+        capture = _Capture(train_step, model, optimizer, batch, [], {"placeholder_grads"})
+        with suppress(_Restart, RekindleError):  # what a refused step reads is known, too
+            capture.run()
+    inside = IdentitySet(capture.state.tensors())
+    tensors = [tensor for tensor in capture.python.tensors() if tensor not in inside]
     values = [tensor.detach().clone() for tensor in tensors]
 
     def restore() -> None:
@@ -138,7 +142,7 @@ class _Capture:
         self.options = options
         if "hides_fakes" in options:
             self.recorder.on_value_read = self._on_value_read
-        self.placeholder_grads: dict[int, torch.Tensor] = {}  # by identity of the parameter
+        self.placeholder_grads: IdentityDict[torch.Tensor] = IdentityDict()  # by parameter
         self.old_grads_cleared: list[bool] | None = None
         self.outside_leaves: list[torch.Tensor] = []
         self.recorder.on_frame = self.python.enter
@@ -156,7 +160,7 @@ class _Capture:
         recording.drop_dead_calls()
         return recording
 
-    def _record(self, interruptible: Callable[[], AbstractContextManager[None]]) -> Recording:
+    def _record(self, interruptible: Callable[[], Interruptible]) -> Recording:
         self.checks.devices(self.params.values())
         self.checks.batch(self.batch)
         old_grads = [param.grad for param in self.params.values()]
@@ -166,22 +170,27 @@ class _Capture:
             self.recorder.enter_tensor(slot.kind, slot.name, slot.get())
         batch = [self._enter_batch(i, t) for i, t in enumerate(self.batch.tensors)]
         batch_nodes = [self.recorder.node_of(tensor) for tensor in batch]
-        with self._patches(), self.fake_mode:
+        with self._patches() as others_drew, self.fake_mode:
             try:
                 self._place_grads()
-                with self.recorder, interruptible(), self.python.watching():
-                    result = self._call_step(self.batch.structure.rebuild(batch))
+                with self.recorder, interruptible().unless(in_bookkeeping) as part:
+                    self.recorder.before_op = part.handle_waiting
+                    with self.python.watching():
+                        result = self._call_step(self.batch.structure.rebuild(batch))
+                if self.recorder.refusal is not None:  # the step caught it, and went on
+                    raise self.recorder.refusal
                 self.checks.settings_unchanged(old_settings, settings(self.optimizer))
                 self.checks.no_iterator(self.python)
                 effects = self._effects()
             finally:
                 self.python.restore()  # while what it has noted of the patches is in force
+            drew = others_drew()
         flat = batch_tree.flatten(result)
         self.checks.trains(self.recorder.tape)
         self.checks.no_outside_gradients([*self.outside_leaves, *batch])
         self.checks.requires_grad_unchanged(requires_grad)
         self.checks.batch_memory_is_distinct(self.batch.tensors, batch_nodes, self.recorder.tape)
-        self.checks.randomness(self.sandbox)
+        self.checks.randomness(self.sandbox, others_drew=drew)
         self.checks.result(flat.structure)
         for _, state in self.state.optimizer_state():
             self.recorder.node_of(state)
@@ -241,23 +250,25 @@ class _Capture:
         )
 
     @contextmanager
-    def _patches(self) -> Iterator[None]:
+    def _patches(self) -> Iterator[Callable[[], bool]]:
         with ExitStack() as stack:
-            stack.enter_context(replaced(self.optimizer, "step", self._optimizer_step))
-            stack.enter_context(replaced(torch.autograd, "backward", self._backward))
-            stack.enter_context(
+            patches = stack.enter_context(ThreadPatches(self.recorder))
+            patches.replace(self.optimizer, "step", self._optimizer_step)
+            patches.replace(torch.autograd, "backward", self._backward)
+            others_drew = stack.enter_context(
                 intercept.intercepted(
                     self.recorder,
+                    patches,
                     self.state.modules,
                     on_unknown=self._add_module,
                     on_optimizer=self._add_optimizer,
                 )
             )
             if "hides_fakes" in self.options:
-                stack.enter_context(intercept.transformers_sees_no_fakes())
+                intercept.hide_fakes_from_transformers(patches)
             if "as_on_gpu" in self.options:
-                stack.enter_context(gpu_operators())
-            yield
+                stack.enter_context(gpu_operators(patches))
+            yield others_drew
 
     def _enter_batch(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
         """A fake of a batch tensor; a meta tensor becomes a fake on the model's device.
@@ -286,15 +297,19 @@ class _Capture:
                 param.grad = torch.empty_strided(
                     param.shape, param.stride(), dtype=param.dtype, device=param.device
                 )
-                self.placeholder_grads[id(param)] = param.grad
+                self.placeholder_grads[param] = param.grad
 
     def _remove_placeholder_grads(self) -> None:
         for param in self.params.values():
-            if param.grad is not None and param.grad is self.placeholder_grads.get(id(param)):
+            if param.grad is not None and param.grad is self.placeholder_grads.get(param):
                 param.grad = None
 
     def _grad_uses(self, old_grads: list[torch.Tensor | None]) -> list[GradUse]:
         cleared = self.old_grads_cleared or [False] * len(self.params)
+        if "placeholder_grads" not in self.options:  # the step has read one, before it cleared it
+            cleared = [False] * len(self.params)
+        entries = self.recorder.tape.entries
+        read = {entry.name for entry in entries if entry.kind is EntryKind.GRAD}
         uses = []
         for (slot, param), old, is_cleared in zip(
             self.params.items(), old_grads, cleared, strict=True
@@ -302,7 +317,8 @@ class _Capture:
             new = param.grad
             if param.requires_grad or old is not None or new is not None:
                 final = None if new is None else self.recorder.node_of(new)
-                uses.append(GradUse(slot, not is_cleared, old is not None, final))
+                reads_old = not is_cleared or self.state.slots[slot].name in read
+                uses.append(GradUse(slot, reads_old, old is not None, final))
         return uses
 
     # Calls that the step makes
@@ -324,6 +340,13 @@ class _Capture:
             if "fake impl" in str(error):
                 problem = "uses an operator that does not run on fake tensors"
                 self._refuse_at(error, problem, _REGISTER_FAKE)
+            if "fork-based multiprocessing" in str(error):
+                self._refuse_at(
+                    error,
+                    "calls backward() in a process that was forked after its parent had, which "
+                    "torch does not support",
+                    'Start it with the method "spawn", or capture the step before forking.',
+                )
             if "data pointer" not in str(error) and ".numpy()" not in str(error):
                 raise
             self._refuse_at(
@@ -372,6 +395,7 @@ class _Capture:
                     recorder.is_paused = False
                 self._plain_optimizer_step()
         except Exception as error:
+            recorder.refusal = None
             log.info("the optimizer's operators cannot be recorded (%s); it is one op", error)
             is_opaque = True
             del tape.calls[n_calls:]

@@ -6,13 +6,14 @@ missing, and restoring once more completes it.
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]
 import operator
 import pickle
 import random
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -22,6 +23,10 @@ import torch
 from rekindle.torch_internals import disable_current_modes, set_version_counter
 
 Undo = Callable[[], None]
+
+# Below the functions of `signal`, which turn numbers into enums: a step must not wait for that.
+_set_handler, _get_handler = _signal.signal, _signal.getsignal
+_SIGINT = int(signal.SIGINT)
 
 
 def remember(obj: Any) -> Undo:
@@ -103,6 +108,14 @@ def set_random_states(states: list[Any]) -> None:
         torch.cuda.set_rng_state_all(states[1:])
 
 
+def _seeds() -> list[int]:
+    """The seed of torch's default generator on every device."""
+    seeds = [torch.initial_seed()]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        seeds.extend(generator.initial_seed() for generator in torch.cuda.default_generators)
+    return seeds
+
+
 class Sandbox:
     """Notes the state of tensors, optimizers and generators, and restores it."""
 
@@ -115,7 +128,9 @@ class Sandbox:
         for tensor in tensors:
             self.add_tensor(tensor)
         self.add_optimizer(optimizer)
+        self._is_alone = threading.active_count() == 1
         self._random_states = random_states()
+        self._seeds = _seeds()
         self._python_random = random.getstate(), np.random.get_state()
 
     def add_tensor(self, tensor: torch.Tensor) -> None:
@@ -128,7 +143,12 @@ class Sandbox:
         self._undo.append(undo)
 
     def seeded_torch(self) -> bool:
-        """True if the step seeded a torch generator; fake operators do not advance one."""
+        """True if the step seeded a torch generator; fake operators do not advance one.
+
+        Other threads may: where there are any, only seeds are compared.
+        """
+        if not self._is_alone:
+            return _seeds()[: len(self._seeds)] != self._seeds
         now = random_states()
         return not all(torch.equal(a, b) for a, b in zip(now, self._random_states, strict=False))
 
@@ -138,71 +158,87 @@ class Sandbox:
         return pickle.dumps(now) != pickle.dumps(self._python_random)
 
     def restore(self) -> None:
-        """Restore everything; if interrupted, another call completes it."""
+        """Restore everything; if interrupted, another call completes it.
+
+        Numbers that other threads have drawn meanwhile must not be drawn again.
+        """
         for undo in reversed(self._undo):
             undo()
-        set_random_states(self._random_states)
-        random.setstate(self._python_random[0])
-        np.random.set_state(self._python_random[1])
+        if self._is_alone or self.seeded_torch():
+            set_random_states(self._random_states)
+        if self._is_alone:
+            random.setstate(self._python_random[0])
+            np.random.set_state(self._python_random[1])
         torch.clear_autocast_cache()
 
 
-@contextmanager
-def replaced(obj: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute inside the block; one inherited from the class is deleted afterwards."""
-    own = vars(obj).get(name, _MISSING)
-    setattr(obj, name, value)
-    try:
-        yield
-    finally:
-        if own is _MISSING:
-            delattr(obj, name)
-        else:
-            setattr(obj, name, own)
-
-
-_MISSING = object()
-
-
-class _Interruptible:
-    """Handles SIGINT at once in a part of an uninterrupted block.
+class Interruptible:
+    """Handles SIGINT at once in a part of an uninterrupted block, until `end` or the part's end.
 
     No generator: one that an interrupt abandons between `__enter__` and the block would set the
     deferring handler when it is garbage-collected, and no interrupt would ever come through again.
     """
 
     def __init__(self, handler: Any, defer: Any, came: list[FrameType | None]) -> None:
+        """Without a `handler`, there is nothing to do: see `uninterrupted`."""
         self._handler, self._defer, self._came = handler, defer, came
+        self.must_wait: Callable[[FrameType | None], bool] | None = None
 
-    def __enter__(self) -> None:
-        signal.signal(signal.SIGINT, self._handler)
+    def __enter__(self) -> Interruptible:
+        if self._handler is not None:
+            at_once = self._handler if self.must_wait is None else self._handle
+            _set_handler(_SIGINT, at_once)
+            self.handle_waiting()
+        return self
+
+    def unless(self, must_wait: Callable[[FrameType | None], bool]) -> Interruptible:
+        """Wait for `handle_waiting` where this is True of the interrupted frame."""
+        self.must_wait = must_wait
+        return self
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        assert self.must_wait is not None
+        if self.must_wait(frame):
+            self._defer(number, frame)
+        else:
+            self._handler(number, frame)
+
+    def handle_waiting(self) -> None:
+        """Handle a SIGINT that has arrived and waits."""
         if self._came:
-            self._handler(signal.SIGINT, self._came.pop())
+            self._handler(_SIGINT, self._came.pop())
+
+    def end(self) -> None:
+        """Defer SIGINT from now on."""
+        if self._handler is not None:
+            _set_handler(_SIGINT, self._defer)
 
     def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGINT, self._defer)
+        self.end()
 
 
 @contextmanager
-def uninterrupted() -> Iterator[Callable[[], AbstractContextManager[None]]]:
+def uninterrupted() -> Iterator[Callable[[], Interruptible]]:
     """Finish the block before a SIGINT that arrives in it is handled.
 
     Yields a context manager for parts of the block in which SIGINT is handled at once. Only the
-    main thread handles signals: in any other thread there is nothing to defer.
+    main thread handles signals: in any other thread there is nothing to defer. A block that must be
+    undone if it fails is a `try` inside of this one, around such a part: a generator that an
+    interrupt abandons, as it may where a `with` ends, would be finished at some later time.
     """
-    handler = signal.getsignal(signal.SIGINT)
+    handler = _get_handler(_SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield nullcontext
+        yield lambda: Interruptible(None, None, [])
         return
     came: list[FrameType | None] = []
 
     def defer(number: int, frame: FrameType | None) -> None:
         came.append(frame)
 
-    signal.signal(signal.SIGINT, defer)
+    _set_handler(_SIGINT, defer)
     try:
-        yield lambda: _Interruptible(handler, defer, came)
+        yield lambda: Interruptible(handler, defer, came)
     finally:
-        signal.signal(signal.SIGINT, handler)
+        _set_handler(_SIGINT, handler)
     if came:
-        handler(signal.SIGINT, came[0])
+        handler(_SIGINT, came[0])

@@ -21,6 +21,7 @@ from torch import fx
 from rekindle.core.cost.profile import Profile
 from rekindle.core.graph.graph import StepGraph
 from rekindle.core.graph.schedule import Plan
+from rekindle.core.uncopyable import Uncopyable
 from rekindle.engines.cudagraph.arena import (
     AllocationRequests,
     CudaPool,
@@ -198,7 +199,7 @@ class _StaticBatch:
         return static
 
 
-class CudaGraphEngine:
+class CudaGraphEngine(Uncopyable):
     """The engine that replays a program's kernels from CUDA graphs.
 
     `reason` says why it does not, or is empty. `peak_bytes` is the peak of the captured step, or of
@@ -235,10 +236,15 @@ class CudaGraphEngine:
         if self.reason:
             return self.program(batch, state)
         capture = self._capture_for(batch, state) if self._is_warm else None
+        return self.program.run_step(lambda: self._outputs(capture, batch, state), state)
+
+    def _outputs(
+        self, capture: _StepGraphs | None, batch: Tensors, state: Tensors
+    ) -> list[torch.Tensor]:
+        """The outputs of a step whose parts run from graphs, which are captured, or without."""
         steered = None if capture else self.steered
         meter = self._recorder.memory_meter() if steered else None
-        measuring = steered.measuring_workspaces(meter) if steered else nullcontext()
-        with self.program.running(state), measuring:
+        with steered.measuring_workspaces(meter) if steered else nullcontext():
             passed = self._pass_through(batch, state, ())  # inputs that are returned
             values: dict[fx.Node, Any] = dict(zip(self._passed_through, passed, strict=True))
             self._rng_twins.start()
@@ -259,7 +265,7 @@ class CudaGraphEngine:
         elif steered and not self.reason:
             self.peak_bytes = max(self.peak_bytes, steered.peak_bytes)
         self._is_warm = True
-        return self.program.finish(outputs, state)
+        return outputs
 
     @property
     def is_steered(self) -> bool:
@@ -299,6 +305,8 @@ class CudaGraphEngine:
             self.reason = self.reason or "no part of the step runs on the GPU"
         elif n_graphs > self._options.max_graphs:
             self.reason = self.reason or "work on the host splits the step into too many parts"
+        updates = rewritten.optimizer_calls.keys()
+        self._updating = {each for each in self._parts if not updates.isdisjoint(each.nodes)}
         self._rng_twins = RngTwins(program, self._parts)
         # a plan expects the batch to be copied in its own dtype
         batch = _StaticBatch(recording, rewritten, self._parts, may_cast=self.plan is None)
@@ -397,6 +405,8 @@ class CudaGraphEngine:
         for node, tensor in captured.inputs.items():
             tensor.copy_(values[node])
         self._rng_twins.seed_twins(part)
+        if part in self._updating:
+            self.program.commit()
         captured.graph.replay()
         return captured.results
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from rekindle.core.identity import IdentitySet
 from rekindle.engines.cudagraph.graph_parts import StepPart
 from rekindle.engines.program import Program
 from rekindle.tracing import rng
@@ -70,8 +71,8 @@ class RngTwins:
     def generators(self, part: StepPart) -> list[torch.Generator]:
         """The generators that a part draws from, besides the default one."""
         given: list[Any] = [a for node in part.nodes for a in (*node.args, *node.kwargs.values())]
-        own = {id(arg): arg for arg in given if isinstance(arg, torch.Generator)}
-        return [*own.values(), *(twin.generator for twin in self._twins[part])]
+        own = IdentitySet(arg for arg in given if isinstance(arg, torch.Generator))
+        return [*own, *(twin.generator for twin in self._twins[part])]
 
     @contextmanager
     def capturing(self) -> Iterator[None]:

@@ -23,6 +23,7 @@ from rekindle.torch_internals import (
     FakeTensorMode,
     TracingContext,
     compile_fx_inner,
+    compile_lock,
     inductor_config,
     is_memory_history_enabled,
     memory_snapshot,
@@ -68,7 +69,7 @@ class CompiledGroup:
     def compile(self) -> None:
         """Compile the group with Inductor, or load it from Inductor's cache."""
         mode = FakeTensorMode(shape_env=ShapeEnv())  # Inductor's disk cache needs a ShapeEnv
-        with torch.no_grad(), inductor_config.patch(_CONFIG):
+        with compile_lock, torch.no_grad(), inductor_config.patch(_CONFIG):
             with mode:
                 inputs = [empty_tensor(spec) for spec in self.specs]
                 graph = make_fx(self.on_fakes, decomposition_table=select_decomp_table())(*inputs)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from rekindle.core.identity import IdentitySet
 from rekindle.engines.inductor import decompositions
 from rekindle.engines.strides import contiguous_stride, is_dense, significant_strides
 from rekindle.passes.fx_nodes import item_path
@@ -37,7 +38,7 @@ class RecordingBuilder:
         self.node_map: dict[fx.Node, fx.Node] = {}
         self._mode = FakeTensorMode()
         self.fakes: dict[fx.Node, FakeTensor] = {}  # by new node
-        self._fake_ids: set[int] = set()
+        self._held = IdentitySet()
         self._index_of: dict[int, int] = {}  # by a storage's address
         self._storages: list[torch.UntypedStorage] = []  # kept alive, so that no address is reused
         self._add_inputs()
@@ -183,7 +184,7 @@ class RecordingBuilder:
     def _bind(self, node: fx.Node, result: Any) -> list[fx.Node]:
         """Bind the new tensors in a result to nodes: the call's own, or one `getitem` for each."""
         if isinstance(result, torch.Tensor):
-            if id(result) in self._fake_ids:
+            if result in self._held:
                 return []  # an argument, returned
             self._hold(node, result)
             return [node]
@@ -206,7 +207,7 @@ class RecordingBuilder:
             self._storages.append(storage)
             self.tape.storages.append(StorageMeta(storage.nbytes(), fake.device))
         self.fakes[node] = fake
-        self._fake_ids.add(id(fake))
+        self._held.add(fake)
         self.tape.metas[node] = Meta(tuple(fake.shape), fake.stride(), fake.dtype, index)
 
 
