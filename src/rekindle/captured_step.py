@@ -172,12 +172,12 @@ class CapturedStep:
         flat = batch_tree.flatten(batch)
         key = self._key(flat)
         for variant in self._known(key, flat.structure):
-            state = _state_of(variant)
+            state = _state_of(variant, flat.tensors)
             if state is not None:
                 self._variants.move_to_end(key)
                 return self._run_variant(variant, flat.tensors, state)
         variant = self._capture(batch, key)
-        state = _state_of(variant)
+        state = _state_of(variant, flat.tensors)
         if state is None:
             raise RekindleError(
                 f"the step cannot be told from a changed one: {variant.guard.reason}"
@@ -430,13 +430,17 @@ class TrainStep:
     _repr_html_ = html_table
 
 
-def _state_of(variant: Variant) -> list[torch.Tensor] | None:
-    """The tensors of the model and optimizer; None if they are not as they were captured."""
+def _state_of(variant: Variant, batch: list[torch.Tensor]) -> list[torch.Tensor] | None:
+    """The tensors of the model and optimizer; None if they, or the batch, are not as captured."""
     optimizer = variant.recording.state.optimizer
     if variant.engine.program.is_early and not updates_independently(optimizer):
         variant.guard.reason = "there are hooks on the optimizer's steps now"
         return None
-    return variant.guard.fetch()
+    state = variant.guard.fetch()
+    if state is not None and (change := variant.recording.decisions.change(batch)):
+        variant.guard.reason = change
+        return None
+    return state
 
 
 def check_types(train_step: Any, model: Any, optimizer: Any) -> None:

@@ -20,6 +20,7 @@ from rekindle.torch_internals import (
 )
 from rekindle.tracing import batch_tree, intercept, user_line
 from rekindle.tracing.cpu_as_gpu import gpu_operators
+from rekindle.tracing.decisions import Decisions
 from rekindle.tracing.preconditions import Checks, settings
 from rekindle.tracing.recorder import Recorder
 from rekindle.tracing.step_state import EntryKind, StepState, find_effects, note_attributes
@@ -45,7 +46,7 @@ def record(
 
     With `as_on_gpu`, a step on the CPU uses the operators that a GPU would run: for forecasts only.
     """
-    options = {"placeholder_grads", "hides_fakes"}
+    options = {"placeholder_grads"}
     if as_on_gpu:
         options.add("as_on_gpu")
     others: list[nn.Module] = []
@@ -89,8 +90,6 @@ class _Capture:
         self.fake_mode = FakeTensorMode()
         self.recorder = Recorder(self.fake_mode, self.step_line, self._name_unknown)
         self.options = options
-        if "hides_fakes" in options:
-            self.recorder.on_value_read = self._on_value_read
         self.placeholder_grads: dict[int, torch.Tensor] = {}  # by identity of the parameter
         self.old_grads_cleared: list[bool] | None = None
         self.outside_leaves: list[torch.Tensor] = []
@@ -105,6 +104,7 @@ class _Capture:
             finally:
                 self.sandbox.restore()
                 self.batch = batch_tree.Flat([], self.batch.structure)  # hold no memory of it
+                self.recorder.known.forget()
         recording.drop_dead_calls()
         return recording
 
@@ -113,7 +113,7 @@ class _Capture:
         self.checks.batch(self.batch.structure)
         old_grads = [param.grad for param in self.params.values()]
         old_settings = settings(self.optimizer)
-        requires_grad = [slot.get().requires_grad for slot in self.state.slots]
+        before = [(slot, slot.get(), slot.get().requires_grad) for slot in self.state.slots]
         for slot in self.state.slots:
             self.recorder.enter_tensor(slot.kind, slot.name, slot.get())
         batch = [self._enter_batch(i, t) for i, t in enumerate(self.batch.tensors)]
@@ -125,7 +125,8 @@ class _Capture:
         flat = batch_tree.flatten(result)
         self.checks.trains(self.recorder.tape)
         self.checks.no_outside_gradients([*self.outside_leaves, *batch])
-        self.checks.requires_grad_unchanged(zip(self.state.slots, requires_grad, strict=True))
+        self.checks.requires_grad_unchanged(before, self.recorder.node_of)
+        self.checks.captures_are_reused(self.recorder.known.ever_new())
         self.checks.batch_memory_is_distinct(self.batch.tensors, batch_nodes, self.recorder.tape)
         self.checks.settings_unchanged(old_settings, settings(self.optimizer))
         self.checks.randomness(self.sandbox)
@@ -140,6 +141,7 @@ class _Capture:
             result_nodes=[self.recorder.node_of(tensor) for tensor in flat.tensors],
             grads=self._grad_uses(old_grads),
             effects=find_effects(self.state.modules, self.attributes, self.recorder.node_of),
+            decisions=Decisions(self.recorder.known, batch_nodes, self.state.slots),
         )
 
     @contextmanager
@@ -155,8 +157,7 @@ class _Capture:
                     on_optimizer=self._add_optimizer,
                 )
             )
-            if "hides_fakes" in self.options:
-                stack.enter_context(intercept.transformers_sees_no_fakes())
+            stack.enter_context(intercept.transformers_sees_fakes(self.recorder))
             if "as_on_gpu" in self.options:
                 stack.enter_context(gpu_operators())
             yield
@@ -174,7 +175,11 @@ class _Capture:
                 tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
             )
         fake.requires_grad_(tensor.requires_grad)
-        self.recorder.enter_tensor(EntryKind.BATCH, str(index), fake)
+        node = self.recorder.enter_tensor(EntryKind.BATCH, str(index), fake)
+        if isinstance(tensor, FakeTensor) or tensor.is_meta:
+            self.recorder.known.lacks_values = True
+        else:
+            self.recorder.known.batch[node] = tensor
         return fake
 
     # Gradients from before the step
@@ -318,14 +323,6 @@ class _Capture:
         self.sandbox.add_optimizer(optimizer)
 
     # Calls that the recorder makes
-
-    def _on_value_read(self, line: user_line.Line) -> None:
-        if intercept.is_in_transformers(line.filename):
-            log.info(
-                "%s:%d branches on a value of the batch; the captured step always applies masks",
-                *line,
-            )
-            raise _Restart("hides_fakes")
 
     def _name_unknown(self, tensor: torch.Tensor) -> tuple[EntryKind, str]:
         if any(tensor is placeholder for placeholder in self.placeholder_grads.values()):
