@@ -82,6 +82,7 @@ class KnownValues:
         self.constants: set[fx.Node] = set()  # placeholders of `torch.tensor(...)`
         self.decisions: list[_Decision] = []
         self.lacks_values = False  # True if a tensor of the batch is fake
+        self.reason = ""  # why the last value asked for is not known: it depends on this
         self.is_forecast = False  # True if a library was told so, and took another path
         self._tape = tape
         self._n_seen = self._n_entries = 0
@@ -107,6 +108,7 @@ class KnownValues:
         is_constant = self.constants.issuperset(part.entries)
         device = _host_if_exact(part, self._tape.metas) if is_constant else None
         if device is _NOWHERE:
+            self.reason = "a device that is not there"
             return None
         tensors = [self._real[node] for node in part.entries]
         with _plain_kernels():
@@ -184,6 +186,7 @@ class KnownValues:
                     written.add(meta.storage)
             if node.op == "placeholder":
                 if node not in self._real:
+                    self.reason = self._name(node)
                     return None
                 entries.add(node)
                 continue
@@ -192,17 +195,26 @@ class KnownValues:
                 continue
             call = self._call_of.get(node)
             if call is None or not isinstance(node.target, OpOverload) or call.is_random:
+                self.reason = "random numbers" if call and call.is_random else "the optimizer"
                 return None
             if "empty" in node.target._schema.name and not self._is_overwritten(node):
+                self.reason = "memory that was not written to"
                 return None
             calls[node] = call
         ordered = sorted(calls, key=lambda node: calls[node].serial)
         order = [n for node in ordered for n in (node, *_parts(node, seen))]
         changed = {node for node in entries if self._tape.metas[node].storage in written}
         if not all(_can_copy(self._real[node]) for node in changed):
+            self.reason = "a batch whose elements share memory"
             return None
         entering = [entry.node for entry in self._tape.entries if entry.node in entries]
         return _Slice(entering, order, constants, changed, is_pure)
+
+    def _name(self, node: fx.Node) -> str:
+        """An entry that an unknown value depends on."""
+        entry = next(entry for entry in self._tape.entries if entry.node is node)
+        kinds = {EntryKind.BATCH: "a batch without values", EntryKind.OPT_STATE: "the optimizer"}
+        return kinds.get(entry.kind, f"the {entry.kind.value} {entry.name}")
 
     def _is_overwritten(self, node: fx.Node) -> bool:
         """True if the first call that writes to an empty tensor sets all of its elements."""
@@ -323,7 +335,8 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 def _can_copy(tensor: torch.Tensor) -> bool:
     """True if no two elements share memory."""
-    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+    with disable_current_modes():
+        return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 def _run(

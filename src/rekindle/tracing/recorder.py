@@ -323,6 +323,7 @@ class Recorder(TorchDispatchMode):
         node: fx.Node | None = getattr(fake, "_rekindle_node", None)
         if node is None and not isinstance(tensor, FakeTensor) and not self.is_paused:
             node = self.node_of(tensor)
+        self.known.reason = ""
         if node is None:
             return None
         found = self.known.read(user_line.call_site()[0], None, (node,))
@@ -346,11 +347,15 @@ class Recorder(TorchDispatchMode):
             # Optimizers read their step count. The recorded optimizer is only analysed, since the
             # user's own will run; a count of 2 avoids the special cases of 0 and 1.
             return 2.0 if tensor.is_floating_point() else tensor.dtype is torch.bool or 2
-        self.refuse(
-            "reads the value of a tensor (.item(), float(), bool(), if) during the step",
+        reason = self.known.reason
+        problem = "reads the value of a tensor (.item(), float(), bool(), if) during the step"
+        advice = (
             "The step is captured once, on tensors without values. Return the tensor and read it "
-            "outside: loss = step(batch); loss.item(). Instead of an if, write torch.where(...).",
+            "outside: loss = step(batch); loss.item(). Instead of an if, write torch.where(...)."
         )
+        if reason == "random numbers":
+            advice += " If this is LayerDrop, set layerdrop to 0.0 in the model's configuration."
+        self.refuse(f"{problem}; it depends on {reason}" if reason else problem, advice)
 
     def _query(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of an operator that returns no tensor, such as `equal`, if it is known."""
@@ -400,8 +405,10 @@ class Recorder(TorchDispatchMode):
 
     def refuse(self, problem: str, advice: str) -> NoReturn:
         """Raise a CaptureError that names the user's current line."""
-        line = user_line.user_line(user_line.current_lines(), self._step_line)
-        raise CaptureError(problem, filename=line.filename, lineno=line.lineno, advice=advice)
+        line, within, known = user_line.place(user_line.current_lines(), self._step_line)
+        raise CaptureError(
+            problem + within, filename=line.filename, lineno=line.lineno, advice=known or advice
+        )
 
 
 def _layout(arg: Any) -> Hashable:

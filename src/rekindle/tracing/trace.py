@@ -241,8 +241,10 @@ class _Capture:
 
     def _refuse_at(self, error: Exception, problem: str, advice: str) -> None:
         lines = user_line.traceback_lines(error.__traceback__)
-        filename, lineno = user_line.user_line(lines, self.step_line)
-        raise CaptureError(problem, filename=filename, lineno=lineno, advice=advice) from error
+        line, within, known = user_line.place(lines, self.step_line)
+        raise CaptureError(
+            problem + within, filename=line.filename, lineno=line.lineno, advice=known or advice
+        ) from error
 
     def _backward(self, *args: Any, **kwargs: Any) -> None:
         if self.old_grads_cleared is None:
