@@ -1,0 +1,1 @@
+"""Public models, small, trained plainly and with Rekindle: the same bits, within every budget."""
