@@ -8,6 +8,8 @@ that is replaced if it dies or takes too long.
     python -m benchmarks.matrix --only vit         # those with "vit" in their names
     python -m benchmarks.matrix --collect          # write benchmarks/results/matrix_cpu.json
     python -m benchmarks.matrix --list             # find the models that train, into models.json
+    python -m benchmarks.matrix --list timm        # those of one library
+    python -m benchmarks.matrix --budgets none --folder build/quick
 """
 
 from __future__ import annotations
@@ -17,12 +19,13 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.matrix import BUDGETS
 from benchmarks.matrix.pool import Pool, answer_requests, be_quiet, trains
-from benchmarks.matrix.zoo import Case
+from benchmarks.matrix.zoo import LIBRARIES, Case
 
 HERE = Path(__file__).resolve().parent
 MODELS = HERE / "models.json"
@@ -38,14 +41,20 @@ def cases() -> list[Case]:
     return [Case(*row) for row in json.loads(MODELS.read_text(encoding="utf-8"))["models"]]
 
 
-def make_list() -> None:
-    """Write the list: the first recipe of each candidate that trains, quickly enough."""
+def make_list(libraries: Sequence[str]) -> None:
+    """Add models to the list: the first recipe of each candidate that trains quickly.
+
+    Candidates that are in the list, or left out of it, are not tried again.
+    """
     from benchmarks.matrix.zoo import candidates
 
     be_quiet()
-    pool, found = Pool(trains, LIST_LIMIT_S), []
-    left_out: dict[str, str] = {}
-    for recipes in candidates():
+    pool = Pool(trains, LIST_LIMIT_S)
+    found = cases()
+    left_out = json.loads(MODELS.read_text(encoding="utf-8"))["left_out"]
+    for recipes in candidates(libraries):
+        if {case.name for case in recipes} & {*left_out, *(case.name for case in found)}:
+            continue
         for case in recipes:
             answer = pool.ask(case)
             if answer.get("seconds", 99.0) < MAX_CANDIDATE_S:
@@ -62,7 +71,7 @@ def make_list() -> None:
     pool.end()
 
 
-def run_all(wanted: Iterable[Case], folder: Path) -> None:
+def run_all(wanted: Iterable[Case], folder: Path, budgets: Sequence[str] = BUDGETS) -> None:
     """Run the models that have no result yet."""
     folder.mkdir(parents=True, exist_ok=True)
     pool = Pool(answer_requests, LIMIT_S)
@@ -71,7 +80,7 @@ def run_all(wanted: Iterable[Case], folder: Path) -> None:
         if path.exists():
             continue
         start = time.perf_counter()
-        answer = pool.ask(case)
+        answer = pool.ask(case, budgets)
         if "died" in answer:
             answer = {"none": {"outcome": "error", "reason": answer["died"]}}
         seconds = round(time.perf_counter() - start, 1)
@@ -118,21 +127,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--part", default="1/1")
     parser.add_argument("--only", default="")
+    parser.add_argument("--budgets", default=",".join(BUDGETS))
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "matrix")
     parser.add_argument("--collect", action="store_true")
     parser.add_argument("--summary", action="store_true")
-    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--list", nargs="*", choices=LIBRARIES)
     asked = parser.parse_args()
     part, n_parts = map(int, asked.part.split("/"))
-    if asked.list:
-        make_list()
+    if asked.list is not None:
+        make_list(asked.list or LIBRARIES)
     elif asked.collect:
         collect(asked.folder)
     elif asked.summary:
         print(summary(list(_results(asked.folder))))
     else:
         wanted = [case for case in cases() if asked.only in case.name]
-        run_all(wanted[part - 1 :: n_parts], asked.folder)
+        run_all(wanted[part - 1 :: n_parts], asked.folder, asked.budgets.split(","))
 
 
 if __name__ == "__main__":

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 import rekindle
+from benchmarks.matrix import BUDGETS
 from benchmarks.matrix.zoo import Batch, Built, Case, build, train_step
 from rekindle.core.cost.profile import Profile
 from rekindle.errors import InfeasibleBudget, RekindleError
@@ -25,8 +26,6 @@ from rekindle.measuring.timing import resident_tensors
 
 Json = dict[str, Any]
 
-BUDGETS = ("none", "halfway", "least")
-
 
 class Training(NamedTuple):
     """What a training leaves: losses and state by name, and the peak of its last step."""
@@ -35,7 +34,7 @@ class Training(NamedTuple):
     peak_bytes: int
 
 
-def run(case: Case, budgets: tuple[str, ...] = BUDGETS) -> dict[str, Json]:
+def run(case: Case, budgets: Sequence[str] = BUDGETS) -> dict[str, Json]:
     """The outcome of each cell of a model."""
     try:
         plain = _trained(case, None, _masks_in_turn)

@@ -6,7 +6,7 @@ import multiprocessing
 import resource
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.matrix.zoo import Case
@@ -35,8 +35,9 @@ def answer_requests(connection: Any) -> None:
     be_quiet()
     from benchmarks.matrix.cell import run
 
-    while (case := connection.recv()) is not None:
-        connection.send(run(Case(*case)))
+    while True:
+        case, budgets = connection.recv()
+        connection.send(run(Case(*case), budgets))
 
 
 def trains(connection: Any) -> None:
@@ -46,7 +47,8 @@ def trains(connection: Any) -> None:
 
     from benchmarks.matrix.zoo import build, parameters_of, train_step
 
-    while (case := connection.recv()) is not None:
+    while True:
+        case, _ = connection.recv()
         try:
             if case[0] == "transformers" and parameters_of(Case(*case)) > MAX_PARAMETERS:
                 raise ValueError("the model is too large")
@@ -66,12 +68,15 @@ def trains(connection: Any) -> None:
 class Pool:
     """One worker process, replaced when it dies or takes too long."""
 
-    def __init__(self, target: Callable[[Any], None], limit_s: float) -> None:
-        self._target, self._limit_s = target, limit_s
+    def __init__(
+        self, target: Callable[[Any], None], limit_s: float, start_s: float = 60.0
+    ) -> None:
+        """`limit_s` is for one answer; the first of a process may take `start_s` more."""
+        self._target, self._limit_s, self._start_s = target, limit_s, start_s
         self._process: Any = None
         self._n_asked = 0
 
-    def ask(self, case: Case) -> dict[str, Any]:
+    def ask(self, case: Case, budgets: Sequence[str] = ()) -> dict[str, Any]:
         """The answer for a model, or what became of the process."""
         if self._n_asked % 25 == 0:  # so that memory cannot pile up
             self.end()
@@ -82,11 +87,11 @@ class Pool:
             self._process = context.Process(target=self._target, args=(other,), daemon=True)
             self._process.start()
             other.close()
-            limit_s = self._limit_s + 60  # imports
+            limit_s = self._limit_s + self._start_s
         else:
             limit_s = self._limit_s
         try:
-            self._connection.send(tuple(case))
+            self._connection.send((tuple(case), tuple(budgets)))
             if self._connection.poll(limit_s):
                 return dict(self._connection.recv())
             ended = f"took more than {limit_s:.0f} s"

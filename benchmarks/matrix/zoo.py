@@ -9,7 +9,7 @@ is, for small images.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from torch import nn
 Batch = dict[str, Any]
 
 ROWS, LENGTH, LABELS, VOCABULARY = 2, 16, 3, 100
+LIBRARIES = ("torchvision", "timm", "transformers")
 IMAGE_SIZES = (64, 128, 224)  # the first that a model of timm or torchvision accepts
 
 
@@ -347,9 +348,9 @@ def _video(config: Any, parameters: Any, model: Any, index: int) -> Batch:
 _Inputs = Callable[[Any, Any, Any, int], Batch]
 # By the names of transformers' mappings of heads, in the order in which one is chosen.
 _HEADS: dict[str, _Inputs] = {
-    "CAUSAL_LM": _labelled_text,
-    "MASKED_LM": _labelled_text,
     "SEQ_TO_SEQ_CAUSAL_LM": _labelled_text,
+    "MASKED_LM": _labelled_text,
+    "CAUSAL_LM": _labelled_text,
     "IMAGE_CLASSIFICATION": _classified_image,
     "CTC": _transcribed_sound,
     "SPEECH_SEQ_2_SEQ": _transcribed_sound,
@@ -373,13 +374,16 @@ _LIBRARIES: dict[str, Callable[[Case], tuple[nn.Module, Callable[[int], Batch]]]
 # Candidates for the list
 
 
-def candidates() -> Iterator[list[Case]]:
-    """The recipes of every candidate, the preferred first; one model of a family."""
-    yield from _heads_of_transformers()
-    for model, head in _smallest_of_torchvision():
-        yield [Case("torchvision", model, head, recipe) for recipe in range(len(IMAGE_SIZES))]
-    for model in _smallest_of_timm():
-        yield [Case("timm", model, "", recipe) for recipe in (0, 3, 4, 5)]
+def candidates(libraries: Sequence[str]) -> Iterator[list[Case]]:
+    """The recipes of every candidate, the preferred first; one or two models of a family."""
+    if "torchvision" in libraries:
+        for model, head in _smallest_of_torchvision():
+            yield [Case("torchvision", model, head, recipe) for recipe in range(len(IMAGE_SIZES))]
+    if "timm" in libraries:
+        for model in _smallest_of_timm():
+            yield [Case("timm", model, "", recipe) for recipe in (0, 3, 4, 5)]
+    if "transformers" in libraries:
+        yield from _heads_of_transformers()
 
 
 def _size(make: Callable[[], nn.Module]) -> float:
