@@ -211,6 +211,25 @@ def test_the_rows_of_a_known_mask() -> None:
     assert_trains_the_same(train_step, made, batches())
 
 
+@pytest.mark.parametrize("is_flat", [True, False])
+def test_ctc_loss(is_flat: bool) -> None:
+    """What it keeps for its backward pass is as large as the longest target."""
+
+    def train_step(model: Any, optimizer: torch.optim.Optimizer, batch: Any) -> Any:
+        scores = model(batch["x"]).log_softmax(-1).unsqueeze(1).repeat(3, 2, 1)
+        lengths = 1 + batch["y"][:2].clamp(max=1) + batch["y"][2:].clamp(max=1)
+        targets = torch.ones(2, 3, dtype=torch.long)
+        if is_flat:
+            targets = targets[torch.arange(3) < lengths[:, None]]
+        loss = F.ctc_loss(scores, targets, torch.tensor([12, 11]), lengths)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    assert_trains_the_same(train_step, made, batches())
+
+
 def test_a_batch_that_the_step_writes_to_before() -> None:
     """The value is that of the batch as the step has changed it; the guard changes nothing."""
 

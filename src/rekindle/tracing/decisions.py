@@ -405,6 +405,11 @@ def count(mask: torch.Tensor, shape: Sequence[int] | None = None) -> int:
     return int(torch.count_nonzero(mask))
 
 
+def largest(lengths: torch.Tensor) -> int:
+    """The largest of some lengths."""
+    return int(lengths.max())
+
+
 def layouts(op: OpOverload, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     """Shape, strides, dtype and device of each of an operator's results."""
     results = op(*args, **kwargs)

@@ -393,6 +393,13 @@ class Recorder(TorchDispatchMode):
             mask = self.node_of(args[1])
             rows = self.known.read(line, decisions.count, (mask, shape))
             return None if rows is None else args[0].new_empty(rows.value)
+        if func is aten._ctc_loss.Tensor:
+            longest = self.known.read(line, decisions.largest, (self.node_of(args[3]),))
+            if longest is None:
+                return None
+            frames, n_rows, _ = args[0].shape
+            alpha = args[0].new_empty(n_rows, frames, 2 * longest.value + 1)
+            return args[0].new_empty(n_rows), alpha
         nodes = operators.map_tensors((args, kwargs), self.node_of)
         found = self.known.read(line, partial(decisions.layouts, func), *nodes)
         if found is None:
