@@ -251,18 +251,21 @@ class CapturedStep:
             tensors = batch_tree.flatten(batch).tensors
             shapes = ", ".join(str(tuple(t.shape)) for t in tensors)
             log.info("captured the step again, for a batch of shape %s", shapes)
+        reason = others[-1].guard.reason if others else ""
         self._variants.setdefault(key, []).append(variant)
-        self._drop_oldest()
+        self._drop_oldest(reason)
         return variant
 
-    def _drop_oldest(self) -> None:
+    def _drop_oldest(self, reason: str) -> None:
         while self.n_captures > self.max_captures:
             if not self._has_dropped:
                 self._has_dropped = True
                 log.warning(
                     "more than %d captures: something changes at every step (a shape, a number or "
-                    "text in the batch, an attribute of a module), and each change costs a capture",
+                    "text in the batch, a value that is read, an attribute of a module), and each "
+                    "change costs a capture%s",
                     self.max_captures,
+                    f"; this time: {reason}" if reason else "",
                 )
             key, variants = next(iter(self._variants.items()))
             variants.pop(0)

@@ -272,6 +272,32 @@ def test_a_number_that_the_step_counts_is_refused() -> None:
         rekindle.optimize(trained(number), *made(), batches()[0])
 
 
+def test_a_number_that_is_never_the_same(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Right, but a capture in every step: a warning names the line."""
+    monkeypatch.setattr(rekindle.CapturedStep, "max_captures", 3)
+    step = assert_trains_the_same(
+        trained(lambda model, batch: batch["x"].sum().item()), made, batches(6)
+    )
+    assert step.n_captures == 3
+    messages = [record.getMessage() for record in caplog.records]
+    (warning,) = [text for text in messages if "more than 3 captures" in text]
+    assert f"the value that {__file__}" in warning
+
+
+def test_a_learning_rate_that_the_optimizer_reads_is_no_decision() -> None:
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = Model()
+        return model, torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1))
+
+    def change(model: Any, optimizer: torch.optim.Optimizer, index: int) -> None:
+        optimizer.param_groups[0]["lr"].mul_(0.5)
+
+    step = assert_trains_the_same(trained(lambda *_: 1.0), make, batches(4), after=change)
+    assert step.n_captures == 1
+
+
 def test_a_buffer_changed_by_the_user() -> None:
     def number(model: Any, batch: Any) -> float:
         return 2.0 if model.limits.sum() > 0 else 1.0

@@ -319,11 +319,9 @@ class Recorder(TorchDispatchMode):
 
     def known_value(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """A tensor's value, if it follows from constants, the batch or buffers; see `decisions`."""
-        fake = self._twin_of_real.get(id(tensor), tensor)
-        node: fx.Node | None = getattr(fake, "_rekindle_node", None)
-        if node is None and not isinstance(tensor, FakeTensor) and not self.is_paused:
-            node = self.node_of(tensor)
         self.known.reason = ""
+        fake = tensor if self.is_paused else self._twin(tensor)
+        node: fx.Node | None = getattr(fake, "_rekindle_node", None)
         if node is None:
             return None
         found = self.known.read(user_line.call_site()[0], None, (node,))
@@ -339,7 +337,10 @@ class Recorder(TorchDispatchMode):
         """The value that `.item()` returns, if it is known."""
         if getattr(tensor, "constant", None) is not None:
             return aten._local_scalar_dense.default(tensor)
+        n_decisions = len(self.known.decisions)
         value = self.known_value(tensor)
+        if self.in_optimizer:  # the user's own one reads for itself in each step
+            del self.known.decisions[n_decisions:]
         if value is not None:
             with disable_current_modes():
                 return value.item()
