@@ -21,7 +21,7 @@ define venv
        && $(PYTHON) -m pip --python $(1)/bin/python install --quiet pip; }
 endef
 
-.PHONY: setup demo test test-all fuzz lint typecheck test-newest bench experiments clean
+.PHONY: setup demo test test-all fuzz lint typecheck test-newest matrix bench experiments clean
 
 setup: .venv/.stamp
 
@@ -51,6 +51,11 @@ typecheck: setup
 # Delete .venv-newest/.stamp to look for newer releases.
 test-newest: .venv-newest/.stamp
 	$(PYTEST) $(PY_NEWEST) -m pytest -n 2
+
+# Public models x budgets, bit for bit; resumable, hours in all. Two parts at once: python -m benchmarks.matrix --part 1/2
+matrix: setup
+	PYTHONPATH=. $(PYTEST) $(PY) -m benchmarks.matrix
+	PYTHONPATH=. $(PY) -m benchmarks.matrix --collect
 
 bench: setup
 	$(PY) benchmarks/replay.py

@@ -185,12 +185,12 @@ class CapturedStep(Uncopyable):
         flat = batch_tree.flatten(batch)
         key = self._key(flat)
         for variant in self._known(key, flat):
-            state = _state_of(variant)
+            state = _state_of(variant, flat.tensors)
             if state is not None:
                 self._variants.move_to_end(key)
                 return self._run_variant(variant, flat.tensors, state)
         variant = self._capture(batch, key)
-        state = _state_of(variant)
+        state = _state_of(variant, flat.tensors)
         if state is None:
             raise RekindleError(
                 f"the step cannot be told from a changed one: {variant.guard.reason}"
@@ -263,8 +263,9 @@ class CapturedStep(Uncopyable):
             tensors = batch_tree.flatten(batch).tensors
             shapes = ", ".join(str(tuple(t.shape)) for t in tensors)
             log.info("captured the step again, for a batch of shape %s", shapes)
+        reason = others[-1].guard.reason if others else ""
         self._variants.setdefault(key, []).append(variant)
-        self._drop_oldest()
+        self._drop_oldest(reason)
         return variant
 
     def _warn_of_changes(self, guard: Guard) -> None:
@@ -278,14 +279,16 @@ class CapturedStep(Uncopyable):
                 guard.reason,
             )
 
-    def _drop_oldest(self) -> None:
+    def _drop_oldest(self, reason: str) -> None:
         while self.n_captures > self.max_captures:
             if not self._has_dropped:
                 self._has_dropped = True
                 log.warning(
                     "more than %d captures: something changes at every step (a shape, a number or "
-                    "text in the batch, an attribute of a module), and each change costs a capture",
+                    "text in the batch, a value that is read, an attribute of a module), and each "
+                    "change costs a capture%s",
                     self.max_captures,
+                    f"; this time: {reason}" if reason else "",
                 )
             key, variants = next(iter(self._variants.items()))
             variants.pop(0)
@@ -470,13 +473,17 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-def _state_of(variant: Variant) -> list[torch.Tensor] | None:
-    """The tensors of the model and optimizer; None if they are not as they were captured."""
+def _state_of(variant: Variant, batch: list[torch.Tensor]) -> list[torch.Tensor] | None:
+    """The tensors of the model and optimizer; None if they, or the batch, are not as captured."""
     optimizer = variant.recording.state.optimizer
     if variant.engine.program.is_early and not updates_independently(optimizer):
         variant.guard.reason = "there are hooks on the optimizer's steps now"
         return None
-    return variant.guard.fetch()
+    state = variant.guard.fetch()
+    if state is not None and (change := variant.recording.decisions.change(batch)):
+        variant.guard.reason = change
+        return None
+    return state
 
 
 def check_types(train_step: Any, model: Any, optimizer: Any) -> None:

@@ -93,7 +93,7 @@ def branch(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> An
 
 
 def to_bool(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> Any:
-    finite = bool(torch.isfinite(batch[0]).all())  # here
+    finite = bool(torch.isfinite(model(batch[0])).all())  # here
     return finish(optimizer, loss_of(model, batch)), finite
 
 
@@ -111,7 +111,7 @@ def to_nested_list(model: nn.Module, optimizer: torch.optim.Optimizer, batch: An
 
 def index_by_tensor(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> Any:
     names = ["a", "b", "c"]
-    best = names[batch[1][0]]  # here
+    best = names[model(batch[0])[0].argmax()]  # here
     return finish(optimizer, loss_of(model, batch)), best
 
 
@@ -199,23 +199,24 @@ def test_reading_a_parameters_memory(train_step: Callable[..., Any]) -> None:
 
 
 def nonzero(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> Any:
-    rows = torch.nonzero(batch[1])  # here
+    rows = torch.nonzero(model(batch[0]) > 0)  # here
     return finish(optimizer, loss_of(model, batch)), rows
 
 
 def mask(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> Any:
     logits = model(batch[0])
-    kept = logits[batch[1] > 0]  # here
+    kept = logits[logits > 0]  # here
     return finish(optimizer, kept.square().mean())
 
 
 def unique(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> Any:
-    classes = torch.unique(batch[1])  # here
+    classes = torch.unique(model(batch[0]).argmax(1))  # here
     return finish(optimizer, loss_of(model, batch)), classes
 
 
 def masked_select(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> Any:
-    kept = torch.masked_select(model(batch[0]), batch[1][:, None] > 0)  # here
+    logits = model(batch[0])
+    kept = torch.masked_select(logits, logits > 0)  # here
     return finish(optimizer, kept.square().mean())
 
 
@@ -439,9 +440,10 @@ def test_value_read_in_the_model(tmp_path: Path) -> None:
             self.linear = nn.Linear(6, 3)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.linear(x)
             if x.abs().max() > 10:  # here
                 x = x / 10
-            return self.linear(x)
+            return x
 
     model = Adaptive()
     error = refusal(plain_step, model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -473,11 +475,36 @@ def test_value_read_in_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         del sys.modules["metrics"]
     assert (error.filename, error.lineno) == (__file__, marked_line(train_step))
     assert error.problem.startswith(VALUE)
+    assert "metrics.py:2" in error.problem
+
+
+@pytest.mark.parametrize("kind", ["scaler", "distribution"])
+def test_advice_for_what_reads_the_value(kind: str) -> None:
+    """Parts of torch that read values have a switch, or something in their place."""
+    scaler = torch.amp.GradScaler("cpu")
+
+    def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> Any:
+        loss = loss_of(model, batch)
+        if kind == "distribution":
+            scale = model(batch[0]).exp()
+            return finish(optimizer, -torch.distributions.Normal(0.0, scale).entropy().mean())
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        return loss
+
+    error = refusal(train_step)
+    assert error.filename == __file__
+    expected = {
+        "scaler": ("grad_scaler.py", "bfloat16"),
+        "distribution": ("distribution.py", "validate_args"),
+    }
+    assert expected[kind][0] in error.problem
+    assert expected[kind][1] in error.advice
 
 
 def test_a_dynamic_shape_in_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same for an error of torch, whose traceback is searched."""
-    install("picking", "def pick(a, b):\n    return a[b > 0]\n", tmp_path, monkeypatch)
+    install("picking", "def pick(a, b):\n    return a[a[:, 0] > b]\n", tmp_path, monkeypatch)
     import picking  # type: ignore[import-not-found]
 
     def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> Any:
@@ -489,6 +516,7 @@ def test_a_dynamic_shape_in_a_library(tmp_path: Path, monkeypatch: pytest.Monkey
     finally:
         del sys.modules["picking"]
     assert (error.filename, error.lineno) == (__file__, marked_line(train_step))
+    assert "picking.py:2" in error.problem
 
 
 def test_the_users_own_exception() -> None:

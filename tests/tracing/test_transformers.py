@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.equality import assert_trains_the_same
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import rekindle
 
@@ -81,43 +82,36 @@ def batches(mask: str, n: int = 3) -> list[Any]:
     return found
 
 
-def asked(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
-    text = "branches on a value of the batch"
-    return [record for record in caplog.records if text in record.getMessage()]
-
-
 @pytest.mark.parametrize("mask", ["none", "ones", "padding", "padding-encoding"])
 @pytest.mark.parametrize("name", MODELS)
-def test_bit_equal(name: str, mask: str, caplog: pytest.LogCaptureFixture) -> None:
-    """With any mask; the log names the line that would branch on its values."""
-    if (name, mask) == ("llama", "ones"):
-        pytest.skip("a plain step leaves a mask of ones out, for another kernel: see the README")
-    with caplog.at_level(logging.INFO, logger="rekindle"):
-        step = assert_trains_the_same(train_step, lambda: made(name), batches(mask))
+def test_bit_equal(name: str, mask: str) -> None:
+    """With any mask: a plain step reads a mask of ones and leaves it out, for another kernel."""
+    step = assert_trains_the_same(train_step, lambda: made(name), batches(mask))
     assert step.n_captures == 1
-    if mask == "none":
-        assert not asked(caplog)
-    for record in asked(caplog):
-        assert record.levelname == "INFO"
-        assert "transformers" in record.getMessage()
 
 
-@pytest.mark.parametrize("name", ["llama", "bert"])
-def test_the_line_that_branches_on_a_mask_is_logged(
-    name: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A plain step reads a mask of ones and omits it; a captured step cannot read it."""
+@pytest.mark.parametrize("name", MODELS)
+def test_masks_of_ones_and_padding_in_turn(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """One capture for masks of ones and one for padding; the log names the line that asks."""
+    mixed = [batches("ones")[0], batches("padding")[1], batches("ones")[2], batches("padding")[2]]
     with caplog.at_level(logging.INFO, logger="rekindle"):
-        rekindle.capture(train_step, *made(name), batches("ones")[0])
-    assert len(asked(caplog)) == 1
+        step = assert_trains_the_same(train_step, lambda: made(name), mixed)
+    assert step.n_captures == 2
+    (again,) = [r.getMessage() for r in caplog.records if "captured the step again" in r.message]
+    assert "is another one for this batch" in again
+    assert "transformers" in again
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert"])
-def test_masks_of_ones_and_padding_in_turn(name: str) -> None:
-    """One capture is valid for every mask of the same shape."""
-    mixed = [batches("ones")[0], batches("padding")[1], batches("ones")[2]]
-    step = assert_trains_the_same(train_step, lambda: made(name), mixed)
+def test_a_capture_without_values_is_not_used_for_a_batch() -> None:
+    """A forecast on fake tensors always masks; training looks at the mask."""
+    model, optimizer = made("llama")
+    batch = batches("ones")[0]
+    with FakeTensorMode() as mode:
+        fakes = {key: mode.from_tensor(value) for key, value in batch.items()}
+    step = rekindle.optimize(train_step, model, optimizer, fakes)
     assert step.n_captures == 1
+    step(batch)
+    assert step.n_captures == 2
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -12,7 +12,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -139,6 +138,10 @@ class _MemoryReadsRefused(TorchFunctionMode):
                 "Write to the tensor in place: with torch.no_grad(): p.copy_(new).",
             )
         if func in _MEMORY_READS:
+            value = self._recorder.known_value(args[0])
+            if value is not None:
+                with disable_current_modes():
+                    return func(value.clone(), *args[1:], **(kwargs or {}))
             self._recorder.refuse(
                 f"reads {_MEMORY_READS[func]} during the step",
                 "The step is captured once, on tensors without values: stay with torch operators, "
@@ -257,22 +260,12 @@ def _generator_name(device: Any) -> str:
     return str(device)
 
 
-# transformers masks attention by values unless they are fake. So it is told that no tensor is fake;
-# if it reads a value that depends on data, the step is traced again without this (decision 9).
-
-_TRANSFORMERS_UTILS = "transformers.utils.import_utils"
+# transformers masks attention by values unless they are fake. So it is told that tensors are not,
+# and may look at all values that are known (decision 9).
 
 
-def hide_fakes_from_transformers(patches: ThreadPatches) -> None:
-    """Tell transformers, if it is imported, that no tensor is fake."""
-    module = sys.modules.get(_TRANSFORMERS_UTILS)
+def show_fakes_to_transformers(patches: ThreadPatches, recorder: Recorder) -> None:
+    """Tell transformers, if it is imported, that a tensor is fake only if its value is unknown."""
+    module = sys.modules.get("transformers.utils.import_utils")
     if hasattr(module, "is_fake_tensor"):
-        patches.replace(module, "is_fake_tensor", lambda tensor: False)
-
-
-def is_in_transformers(filename: str) -> bool:
-    """True if a source file belongs to transformers."""
-    module = sys.modules.get(_TRANSFORMERS_UTILS)
-    if module is None or module.__file__ is None:
-        return False
-    return filename.startswith(str(Path(module.__file__).parents[1]))
+        patches.replace(module, "is_fake_tensor", recorder.must_not_look)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any
 
@@ -17,6 +17,11 @@ _UNDECLARED_WRITES = {  # the only wrong schemas
     "aten::miopen_batch_norm": ("running_mean", "running_var"),
 }
 _SAME_TENSOR = frozenset({"aten::detach", "aten::detach_", "aten::alias", "aten::lift_fresh"})
+
+_INDEXING = frozenset(
+    f"aten::{name}"
+    for name in ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index")
+)
 
 Place = tuple[int, str, Any]  # an argument's position, name and default
 
@@ -174,6 +179,18 @@ def is_composite(op: OpOverload) -> bool:
     keys = DispatchKey
     has_own = any(op.has_kernel_for_dispatch_key(key) for key in (keys.CPU, keys.CUDA))
     return op.has_kernel_for_dispatch_key(keys.CompositeImplicitAutograd) and not has_own
+
+
+def counts_elements(op: Any, dtypes: Iterable[torch.dtype]) -> bool:
+    """True if a call counts elements on the device, and the host waits for the number.
+
+    Indexing counts the elements of masks; `dtypes` are those of the indices.
+    """
+    if not isinstance(op, OpOverload):
+        return False
+    if op._schema.name in _INDEXING:
+        return any(dtype in (torch.bool, torch.uint8) for dtype in dtypes)
+    return torch.Tag.dynamic_output_shape in op.tags
 
 
 def flops(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -14,7 +14,7 @@ from rekindle.torch_internals import FakeTensor
 from rekindle.tracing import batch_tree
 from rekindle.tracing.contents import Array, RandomState
 from rekindle.tracing.python_state import PythonState, Write
-from rekindle.tracing.step_state import Slot
+from rekindle.tracing.step_state import EntryKind, Slot
 from rekindle.tracing.tape import Tape
 from rekindle.tracing.undo import Sandbox
 from rekindle.tracing.user_line import Line
@@ -120,14 +120,35 @@ class Checks:
                 "gradient of the batch, call torch.autograd.grad(...) and return its result.",
             )
 
-    def requires_grad_unchanged(self, before: Iterable[tuple[Slot, bool]]) -> None:
-        """The step freezes and unfreezes no parameter."""
-        for slot, requires_grad in before:
+    def requires_grad_unchanged(
+        self,
+        before: Iterable[tuple[Slot, torch.Tensor, bool]],
+        node_of: Callable[[torch.Tensor], fx.Node],
+    ) -> None:
+        """The step freezes and unfreezes no parameter.
+
+        An attribute that the step sets, and does not read before, is one of its outputs.
+        """
+        for slot, tensor, requires_grad in before:
+            is_output = slot.get() is not tensor and not node_of(tensor).users
+            if is_output and slot.kind is not EntryKind.PARAM:
+                continue
             if slot.get().requires_grad != requires_grad:
                 self._refuse(
                     f"the step changes requires_grad of {slot.name}",
                     "Freeze and unfreeze parameters between steps, outside the step.",
                 )
+
+    def captures_are_reused(self, line: Line | None) -> None:
+        """No number that the step reads is changed by the step itself."""
+        if line is not None:
+            raise CaptureError(
+                "reads a number from a buffer that the step changes",
+                filename=line.filename,
+                lineno=line.lineno,
+                advice="Each step would need a capture of its own. Compute with the tensor instead "
+                "of its value, or count outside the step; for nn.BatchNorm, set momentum.",
+            )
 
     def batch_memory_is_distinct(
         self, tensors: list[torch.Tensor], nodes: list[fx.Node], tape: Tape

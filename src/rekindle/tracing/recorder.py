@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable
+from functools import partial
 from types import CodeType, FrameType
 from typing import Any, NoReturn
 
@@ -23,6 +24,8 @@ from rekindle.core.graph.graph import Source
 from rekindle.core.identity import IdentityDict, IdentitySet
 from rekindle.errors import CaptureError
 from rekindle.torch_internals import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
     OpOverload,
@@ -31,52 +34,10 @@ from rekindle.torch_internals import (
     disable_current_modes,
     get_sequence_nr,
 )
-from rekindle.tracing import fake_overrides, operators, rng, user_line
+from rekindle.tracing import decisions, fake_overrides, operators, rng, user_line
 from rekindle.tracing.tape import Call, Entry, EntryKind, Meta, StorageMeta, Tape
 
 aten = torch.ops.aten
-
-_MAX_CONSTANT_ELEMENTS = 1 << 21
-
-
-class _ConstantValues:
-    """Values, on the CPU, of fake integers and booleans computed from constants (decision 9)."""
-
-    def __init__(self) -> None:
-        self._overwritten: set[int] = set()  # addresses of storages
-
-    def get(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """A fake tensor's value, if it is known."""
-        value: torch.Tensor | None = getattr(tensor, "_rekindle_value", None)
-        if value is None or tensor.untyped_storage()._cdata in self._overwritten:
-            return None
-        return value
-
-    def propagate(
-        self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-    ) -> None:
-        """Compute the value of an operator's fake result, if those of its arguments are known."""
-        written = operators.written(op, args, kwargs)
-        self._overwritten.update(tensor.untyped_storage()._cdata for tensor in written)
-        if (
-            not isinstance(result, torch.Tensor)
-            or result.is_floating_point()
-            or result.is_complex()
-            or result.numel() > _MAX_CONSTANT_ELEMENTS
-            or written
-            or "empty" in op._schema.name
-            or operators.is_random(op, args, kwargs)
-            or any(self.get(tensor) is None for tensor in operators.tensors((args, kwargs)))
-        ):
-            return
-        on_cpu = {"device": torch.device("cpu"), "pin_memory": False}
-        overrides = {key: value for key, value in on_cpu.items() if key in kwargs}
-        with disable_current_modes():
-            value = op(
-                *operators.map_tensors(args, self.get),
-                **{**operators.map_tensors(kwargs, self.get), **overrides},
-            )
-        result._rekindle_value = value  # type: ignore[attr-defined]
 
 
 class Recorder(TorchDispatchMode):
@@ -99,10 +60,9 @@ class Recorder(TorchDispatchMode):
         self.is_paused = False
         self.refusal: CaptureError | None = None
         self.before_op: Callable[[], None] = lambda: None
-        self.on_value_read: Callable[[user_line.Line], None] | None = None
         self.on_frame: Callable[[CodeType, dict[str, Any]], None] | None = None
         self._thread = threading.get_ident()
-        self._constants = _ConstantValues()
+        self.known = decisions.KnownValues(self.tape)
         self._fake_mode = fake_mode
         self._step_line = step_line
         self._name_unknown = name_unknown
@@ -172,19 +132,24 @@ class Recorder(TorchDispatchMode):
             return self._set_storage(func, *args, **kwargs)
         args = operators.map_tensors(args, self._twin)
         kwargs = operators.map_tensors(kwargs, self._twin)
-        if self.is_paused or operators.is_bookkeeping(func):
+        if self.is_paused:
             return func(*args, **kwargs)
+        if operators.is_bookkeeping(func):
+            return self._query(func, args, kwargs)
         if operators.is_composite(func):
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
         before = _layout(args[0]) if operators.is_in_place(func) and args else None
-        result = fake_overrides.call(func, args, kwargs)
+        try:
+            result = fake_overrides.call(func, args, kwargs)
+        except DynamicOutputShapeException:
+            result = self._of_known_shape(func, args, kwargs)
+            if result is None:
+                raise
         if operators.is_same_tensor(func):
             self._hold(self.node_of(args[0]), result)
-            if (value := self._constants.get(args[0])) is not None:
-                result._rekindle_value = value
         elif operators.is_in_place(func) and _layout(args[0]) != before:
             self._reshape_in_place(func, args, kwargs)
         elif operators.is_in_place(func):
@@ -193,7 +158,6 @@ class Recorder(TorchDispatchMode):
             self._hold(twin, result)
         else:
             self._record(func, args, kwargs, result)
-        self._constants.propagate(func, args, kwargs, result)
         return result
 
     def _same_view(self, result: Any) -> fx.Node | None:
@@ -229,6 +193,7 @@ class Recorder(TorchDispatchMode):
         if not self.is_paused:
             self.enter_tensor(EntryKind.EXTERNAL, f"constant{len(self.tape.entries)}", tensor)
             self._record(aten.clone.default, (tensor,), {}, fake)
+            self.known.constants.add(self.node_of(tensor))
         return fake
 
     def _set_storage(
@@ -395,11 +360,30 @@ class Recorder(TorchDispatchMode):
                     nodes.extend(bound)
         return nodes
 
+    def known_value(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """A tensor's value, if it follows from constants, the batch or buffers; see `decisions`."""
+        self.known.reason = ""
+        fake = tensor if self.is_paused else self._twin(tensor)
+        node: fx.Node | None = getattr(fake, "_rekindle_node", None)
+        if node is None:
+            return None
+        found = self.known.read(user_line.call_site()[0], None, (node,))
+        return None if found is None else found.value
+
+    def must_not_look(self, tensor: Any) -> bool:
+        """True if a library must treat a tensor as fake, since its value cannot be known."""
+        if not isinstance(tensor, FakeTensor):
+            return False
+        return self.known.must_not_look(getattr(tensor, "_rekindle_node", None))
+
     def _read_value(self, tensor: torch.Tensor) -> Any:
-        """The value that `.item()` returns, if it does not depend on data."""
+        """The value that `.item()` returns, if it is known."""
         if getattr(tensor, "constant", None) is not None:
             return aten._local_scalar_dense.default(tensor)
-        value = self._constants.get(tensor)
+        n_decisions = len(self.known.decisions)
+        value = self.known_value(tensor)
+        if self.in_optimizer:  # the user's own one reads for itself in each step
+            del self.known.decisions[n_decisions:]
         if value is not None:
             with disable_current_modes():
                 return value.item()
@@ -407,19 +391,74 @@ class Recorder(TorchDispatchMode):
             # Optimizers read their step count. The recorded optimizer is only analysed, since the
             # user's own will run; a count of 2 avoids the special cases of 0 and 1.
             return 2.0 if tensor.is_floating_point() else tensor.dtype is torch.bool or 2
-        if self.on_value_read is not None:
-            self.on_value_read(user_line.call_site()[0])
-        self.refuse(
-            "reads the value of a tensor (.item(), float(), bool(), if) during the step",
+        reason = self.known.reason
+        problem = "reads the value of a tensor (.item(), float(), bool(), if) during the step"
+        advice = (
             "The step is captured once, on tensors without values. Return the tensor and read it "
-            "outside: loss = step(batch); loss.item(). Instead of an if, write torch.where(...).",
+            "outside: loss = step(batch); loss.item(). Instead of an if, write torch.where(...)."
         )
+        if reason == "random numbers":
+            advice += " If this is LayerDrop, set layerdrop to 0.0 in the model's configuration."
+        self.refuse(f"{problem}; it depends on {reason}" if reason else problem, advice)
+
+    def _query(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of an operator that returns no tensor, such as `equal`, if it is known."""
+        try:
+            return func(*args, **kwargs)
+        except DataDependentOutputException:
+            nodes = operators.map_tensors((args, kwargs), self.node_of)
+            found = self.known.read(user_line.call_site()[0], func, *nodes)
+            if found is None:
+                raise
+            return found.value
+
+    def _of_known_shape(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
+        """The fake result of an operator whose shape depends on known values; None if it does not.
+
+        The number of rows that a mask selects is known if the mask is, for any tensor of rows.
+        """
+        line = user_line.call_site()[0]
+        if func is aten.index.Tensor:
+            indices: list[Any] = []
+            for index in args[1]:
+                if index is None or index.dtype not in (torch.bool, torch.uint8):
+                    indices.append(index)
+                    continue
+                rows = self.known.read(line, decisions.count, (self.node_of(index),))
+                if rows is None:
+                    return None
+                indices += [
+                    torch.empty(rows.value, dtype=torch.int64, device=index.device)
+                    for _ in index.shape
+                ]
+            return func(args[0], indices)
+        if func is aten.masked_select.default:
+            shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+            mask = self.node_of(args[1])
+            rows = self.known.read(line, decisions.count, (mask, shape))
+            return None if rows is None else args[0].new_empty(rows.value)
+        if func is aten._ctc_loss.Tensor:
+            longest = self.known.read(line, decisions.largest, (self.node_of(args[3]),))
+            if longest is None:
+                return None
+            frames, n_rows, _ = args[0].shape
+            alpha = args[0].new_empty(n_rows, frames, 2 * longest.value + 1)
+            return args[0].new_empty(n_rows), alpha
+        nodes = operators.map_tensors((args, kwargs), self.node_of)
+        found = self.known.read(line, partial(decisions.layouts, func), *nodes)
+        if found is None:
+            return None
+        results = [
+            torch.empty_strided(shape, stride, dtype=dtype, device=device)
+            for shape, stride, dtype, device in found.value
+        ]
+        return tuple(results) if len(func._schema.returns) > 1 else results[0]
 
     def refuse(self, problem: str, advice: str) -> NoReturn:
         """Raise a CaptureError that names the user's current line."""
-        line = user_line.user_line(user_line.current_lines(), self._step_line)
+        line, within, known = user_line.place(user_line.current_lines(), self._step_line)
         self.refusal = CaptureError(
-            problem, filename=line.filename, lineno=line.lineno, advice=advice
+            problem + within, filename=line.filename, lineno=line.lineno, advice=known or advice
         )
         raise self.refusal
 

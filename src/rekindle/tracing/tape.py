@@ -12,6 +12,7 @@ from torch import fx
 from rekindle.core.graph.graph import Source
 from rekindle.core.uncopyable import Uncopyable
 from rekindle.tracing import batch_tree
+from rekindle.tracing.decisions import Decisions
 from rekindle.tracing.step_state import Effect, EntryKind, StepState
 
 
@@ -109,6 +110,7 @@ class Recording(Uncopyable):
     result_nodes: list[fx.Node]
     grads: list[GradUse]
     effects: list[Effect]
+    decisions: Decisions
 
     @property
     def outputs(self) -> list[fx.Node]:

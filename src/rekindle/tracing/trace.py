@@ -22,6 +22,7 @@ from rekindle.torch_internals import (
 from rekindle.tracing import batch_tree, intercept, user_line
 from rekindle.tracing.capture_thread import ThreadPatches, capture_lock
 from rekindle.tracing.cpu_as_gpu import gpu_operators
+from rekindle.tracing.decisions import Decisions
 from rekindle.tracing.preconditions import Checks, settings
 from rekindle.tracing.python_state import PythonState, WriteKind, holder_of
 from rekindle.tracing.recorder import Recorder, in_bookkeeping
@@ -52,7 +53,7 @@ def record(
     With `twice`, the step is traced once more and refused if the second trace differs: it depends
     on something that is neither a tensor nor part of its Python state, such as an iterator.
     """
-    options = {"placeholder_grads", "hides_fakes"}
+    options = {"placeholder_grads"}
     if as_on_gpu:
         options.add("as_on_gpu")
     others: list[nn.Module] = []
@@ -140,8 +141,6 @@ class _Capture:
         self.fake_mode = FakeTensorMode()
         self.recorder = Recorder(self.fake_mode, self.step_line, self._name_unknown)
         self.options = options
-        if "hides_fakes" in options:
-            self.recorder.on_value_read = self._on_value_read
         self.placeholder_grads: IdentityDict[torch.Tensor] = IdentityDict()  # by parameter
         self.old_grads_cleared: list[bool] | None = None
         self.outside_leaves: list[torch.Tensor] = []
@@ -156,6 +155,7 @@ class _Capture:
             finally:
                 self.sandbox.restore()
                 self.batch = batch_tree.Flat([], self.batch.structure)  # hold no memory of it
+                self.recorder.known.forget()
         self._refuse_survivors()
         recording.drop_dead_calls()
         return recording
@@ -165,7 +165,7 @@ class _Capture:
         self.checks.batch(self.batch)
         old_grads = [param.grad for param in self.params.values()]
         old_settings = settings(self.optimizer)
-        requires_grad = [(slot, slot.get().requires_grad) for slot in self.state.slots]
+        before = [(slot, slot.get(), slot.get().requires_grad) for slot in self.state.slots]
         for slot in self.state.slots:
             self.recorder.enter_tensor(slot.kind, slot.name, slot.get())
         batch = [self._enter_batch(i, t) for i, t in enumerate(self.batch.tensors)]
@@ -188,7 +188,8 @@ class _Capture:
         flat = batch_tree.flatten(result)
         self.checks.trains(self.recorder.tape)
         self.checks.no_outside_gradients([*self.outside_leaves, *batch])
-        self.checks.requires_grad_unchanged(requires_grad)
+        self.checks.requires_grad_unchanged(before, self.recorder.node_of)
+        self.checks.captures_are_reused(self.recorder.known.ever_new())
         self.checks.batch_memory_is_distinct(self.batch.tensors, batch_nodes, self.recorder.tape)
         self.checks.randomness(self.sandbox, others_drew=drew)
         self.checks.result(flat.structure)
@@ -202,6 +203,7 @@ class _Capture:
             result_nodes=[self.recorder.node_of(tensor) for tensor in flat.tensors],
             grads=self._grad_uses(old_grads),
             effects=effects,
+            decisions=Decisions(self.recorder.known, batch_nodes, self.state.slots),
         )
 
     def _effects(self) -> list[Effect]:
@@ -264,8 +266,7 @@ class _Capture:
                     on_optimizer=self._add_optimizer,
                 )
             )
-            if "hides_fakes" in self.options:
-                intercept.hide_fakes_from_transformers(patches)
+            intercept.show_fakes_to_transformers(patches, self.recorder)
             if "as_on_gpu" in self.options:
                 stack.enter_context(gpu_operators(patches))
             yield others_drew
@@ -283,7 +284,11 @@ class _Capture:
                 tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
             )
         fake.requires_grad_(tensor.requires_grad)
-        self.recorder.enter_tensor(EntryKind.BATCH, str(index), fake)
+        node = self.recorder.enter_tensor(EntryKind.BATCH, str(index), fake)
+        if isinstance(tensor, FakeTensor) or tensor.is_meta:
+            self.recorder.known.lacks_values = True
+        else:
+            self.recorder.known.batch[node] = tensor
         return fake
 
     # Gradients from before the step
@@ -357,8 +362,10 @@ class _Capture:
 
     def _refuse_at(self, error: Exception, problem: str, advice: str) -> None:
         lines = user_line.traceback_lines(error.__traceback__)
-        filename, lineno = user_line.user_line(lines, self.step_line)
-        raise CaptureError(problem, filename=filename, lineno=lineno, advice=advice) from error
+        line, within, known = user_line.place(lines, self.step_line)
+        raise CaptureError(
+            problem + within, filename=line.filename, lineno=line.lineno, advice=known or advice
+        ) from error
 
     def _backward(self, *args: Any, **kwargs: Any) -> None:
         if self.old_grads_cleared is None:
@@ -439,14 +446,6 @@ class _Capture:
         self.sandbox.add_optimizer(optimizer)
 
     # Calls that the recorder makes
-
-    def _on_value_read(self, line: user_line.Line) -> None:
-        if intercept.is_in_transformers(line.filename):
-            log.info(
-                "%s:%d branches on a value of the batch; the captured step always applies masks",
-                *line,
-            )
-            raise _Restart("hides_fakes")
 
     def _name_unknown(self, tensor: torch.Tensor) -> tuple[EntryKind, str]:
         if any(tensor is placeholder for placeholder in self.placeholder_grads.values()):

@@ -65,6 +65,47 @@ def user_line(lines: list[Line], fallback: Line) -> Line:
     return (own or outside or [fallback])[0]
 
 
+# What to do about parts of libraries that read values, by the path of the file that does.
+_ADVICE = {
+    "torch/amp/grad_scaler.py": "GradScaler skips steps by the values of gradients: train in "
+    "bfloat16, which needs no scaler, or in float32.",
+    "torch/distributions/": "Distributions check the values of their arguments: pass "
+    "validate_args=False, or call torch.distributions.Distribution.set_default_validate_args(False)"
+    " before.",
+    "torchvision/models/detection/": "Detection models choose boxes by their values, so that "
+    "shapes change in every step: train the backbone with rekindle.optimize, or the whole model "
+    "with rekindle.compile.",
+    "transformers/integrations/moe.py": "Choose another implementation of the experts: "
+    'model.set_experts_implementation("batched_mm").',
+}
+
+
+class Place(NamedTuple):
+    """The user's line; what stands beside it in a message, and the advice for it."""
+
+    line: Line
+    within: str  # " (in library.py:7)", or nothing if the user's own line is the innermost
+    advice: str | None  # if the library is known
+
+
+def place(lines: list[Line], fallback: Line) -> Place:
+    """Where something happens, from lines that are given innermost first."""
+    own = user_line(lines, fallback)
+    within = ""
+    for line in lines:
+        if line.filename.startswith(("<", *_REKINDLE)):
+            continue
+        path = line.filename.replace(os.sep, "/")
+        advice = next((text for part, text in _ADVICE.items() if part in path), None)
+        if advice is not None:
+            return Place(own, f" (in {line.filename}:{line.lineno})", advice)
+        if line == own:
+            break
+        if not within and not line.filename.startswith(_TORCH):
+            within = f" (in {line.filename}:{line.lineno})"
+    return Place(own, within, None)
+
+
 def current_lines() -> list[Line]:
     """The lines of the current stack, innermost first."""
     return [Line(f.f_code.co_filename, f.f_lineno) for f in _frames(sys._getframe(1))]

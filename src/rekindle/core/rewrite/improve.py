@@ -285,9 +285,10 @@ def carry_over(profile: Profile, graph: StepGraph, improved: StepGraph) -> Profi
     extra_bytes = _extra_bytes(graph, profile, lost)
     grads = [_grad_bytes(improved, op) for op in improved.ops]
     all_bytes = max(1, sum(map(sum, grads)))
-    # If the optimizer takes one parameter after the other, its workspace is that of the largest.
+    # If the optimizer takes one parameter after the other, its workspace is that of the largest,
+    # while its variables still hold what was computed for another: at most the second largest.
     is_one_by_one = all(len(_grads_of(graph, op)) <= 1 for op in lost)
-    needs = max if is_one_by_one else sum
+    needs = _sum_of_two_largest if is_one_by_one else sum
     most = max(1, max((max(each, default=0) for each in grads), default=0))
     whole = most if is_one_by_one else all_bytes
     found = tuple(
@@ -301,6 +302,10 @@ def carry_over(profile: Profile, graph: StepGraph, improved: StepGraph) -> Profi
         for op, part in zip(improved.ops, grads, strict=True)
     )
     return replace(profile, fingerprint=improved.fingerprint, costs=found)
+
+
+def _sum_of_two_largest(sizes: Sequence[int]) -> int:
+    return sum(sorted(sizes)[-2:])
 
 
 def _grad_bytes(graph: StepGraph, op: Op) -> list[int]:

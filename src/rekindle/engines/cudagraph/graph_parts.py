@@ -1,7 +1,7 @@
 """Splits a step into parts: spans of nodes that a CUDA graph can capture, and those between them.
 
-A graph repeats exactly what it captured. Calls that touch host memory, and an optimizer whose
-hyperparameters are Python numbers, therefore run outside of graphs.
+A graph repeats exactly what it captured. Calls that touch host memory or count elements, and an
+optimizer whose hyperparameters are Python numbers, therefore run outside of graphs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from rekindle.rewriting.apply_schedule import RewrittenStep
-from rekindle.tracing import rng
+from rekindle.tracing import operators, rng
 from rekindle.tracing.tape import Recording
 
 _HOST_CALLS = (rng.get_state, rng.set_state)  # of a step that saves random state itself
@@ -74,6 +74,10 @@ def _is_on_device(
 ) -> bool:
     call, tape = rewritten.calls[node], recording.tape
     if call.node.target in _HOST_CALLS:
+        return False
+    indices: list[fx.Node] = []
+    fx.map_arg(call.node.args[1:2], indices.append)
+    if operators.counts_elements(call.node.target, (tape.metas[t].dtype for t in indices)):
         return False
     tensors = [*call.node.all_input_nodes, *call.results, *call.writes]
     return all(tape.storages[tape.metas[t].storage].device.type == device_type for t in tensors)

@@ -54,6 +54,7 @@ class RecordingBuilder:
             result_nodes=[node_map[node] for node in old.result_nodes],
             grads=[replace(use, final=use.final and node_map[use.final]) for use in old.grads],
             effects=[replace(e, nodes=[node_map[node] for node in e.nodes]) for e in old.effects],
+            decisions=old.decisions,
         )
         made.drop_dead_calls()
         self.tape.graph.lint()

@@ -1,0 +1,3 @@
+"""Public models, small, trained plainly and with Rekindle: the same bits, within every budget."""
+
+BUDGETS = ("none", "halfway", "least")
