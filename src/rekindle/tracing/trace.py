@@ -12,13 +12,15 @@ from torch import nn
 
 from rekindle.errors import CaptureError
 from rekindle.torch_internals import (
+    RUN_BACKWARD,
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
+    engine_run_backward,
 )
-from rekindle.tracing import batch_tree, intercept, user_line
+from rekindle.tracing import backward_formulas, batch_tree, intercept, user_line
 from rekindle.tracing.cpu_as_gpu import gpu_operators
 from rekindle.tracing.preconditions import Checks, settings
 from rekindle.tracing.recorder import Recorder
@@ -88,6 +90,7 @@ class _Capture:
         self.params = self.state.params()
         self.fake_mode = FakeTensorMode()
         self.recorder = Recorder(self.fake_mode, self.step_line, self._name_unknown)
+        self.recorder.checks_kernels = "as_on_gpu" not in options
         self.options = options
         if "hides_fakes" in options:
             self.recorder.on_value_read = self._on_value_read
@@ -147,6 +150,7 @@ class _Capture:
         with ExitStack() as stack:
             stack.enter_context(replaced(self.optimizer, "step", self._optimizer_step))
             stack.enter_context(replaced(torch.autograd, "backward", self._backward))
+            stack.enter_context(replaced(torch.autograd, RUN_BACKWARD, self._run_backward))
             stack.enter_context(
                 intercept.intercepted(
                     self.recorder,
@@ -248,6 +252,11 @@ class _Capture:
             _BACKWARD(*args, **kwargs)
         finally:
             self.recorder.in_backward = False
+
+    def _run_backward(self, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        """Replaces autograd's engine, for `backward` and `grad`, to keep its plain formulas."""
+        backward_formulas.use_plain_formulas(tensors, self.recorder.refuse)
+        return engine_run_backward(tensors, *args, **kwargs)
 
     def _optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Replaces `optimizer.step`: notes the call, and records its operators for analysis."""
