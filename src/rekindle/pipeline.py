@@ -113,7 +113,7 @@ class Variant:
     engine: Engine
     guard: Guard
     planned: PlannedStep | None = None
-    has_run: bool = False
+    is_held: bool = False  # a step was measured, and the plan is final
     is_replanned: bool = False
 
 
@@ -232,10 +232,10 @@ def replan(variant: Variant, peak_bytes: int, engines: EngineFactory, request: P
     planned = variant.planned
     assert planned is not None
     over_bytes = peak_bytes - planned.budget_bytes
-    if over_bytes <= 0 or variant.is_replanned:
+    if over_bytes <= 0:
         return False
     report_peak(peak_bytes, planned.plan.peak_bytes, planned.budget_bytes)
-    if planned.profile is None:
+    if planned.profile is None or variant.is_replanned:
         return False
     unknown_bytes = peak_bytes - planned.plan.peak_bytes
     overhead_bytes = planned.profile.overhead_bytes + unknown_bytes

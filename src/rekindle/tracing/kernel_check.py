@@ -37,6 +37,16 @@ from rekindle.tracing import fake_overrides, operators
 aten = torch.ops.aten
 
 _OWN_NAMESPACES = frozenset({"aten", "prims", "torchvision"})  # others may have side effects
+# Kernels that take integers for addresses, without a check: not for made-up values.
+_UNSAFE = frozenset(
+    {
+        "aten::_segment_reduce_backward",
+        "aten::_embedding_bag_backward",
+        "aten::_embedding_bag_dense_backward",
+        "aten::_embedding_bag_sparse_backward",
+        "aten::_embedding_bag_per_sample_weights_backward",
+    }
+)
 _MAX_VERDICTS = 1 << 14
 _DIRECT_BYTES = 4 << 20  # arguments and results up to here are checked at their own size
 _DIRECT_FLOPS = 10**8
@@ -93,6 +103,11 @@ class KernelDiffers(Exception):
     """A kernel's result has metadata that no fake result can be given."""
 
 
+_REFUSALS = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
 _SAME = Verdict()
 _UNKNOWN = Verdict(is_checked=False)
 _verdicts: OrderedDict[Hashable, Verdict] = OrderedDict()
@@ -111,9 +126,7 @@ def call(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
     request = _Request(op, leaves, structure)
     try:
         result = _fake(op, args, kwargs)
-    except (DataDependentOutputException, DynamicOutputShapeException):
-        raise
-    except UnsupportedOperatorException:
+    except _REFUSALS:
         raise
     except Exception:
         verdict = _verdict(("without fake", request.key()), request.without_fake)
@@ -122,7 +135,7 @@ def call(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
         return _rebuilt(verdict, None, tensors), True
     if not all(map(_is_checkable, operators.tensors(result))):
         return result, True
-    if op.namespace not in _OWN_NAMESPACES:
+    if op.namespace not in _OWN_NAMESPACES or op._schema.name in _UNSAFE:
         return result, False
     verdict = _verdict(request.key(), lambda: request.compare(result))
     if verdict.problem:
@@ -196,7 +209,7 @@ class _Request(NamedTuple):
         layouts = self.layouts()
         if sum(layout.end_bytes for layout in layouts) > _LARGEST_BYTES:
             return _UNKNOWN
-        for fill in _FILLS[:2]:
+        for fill in _fills(self.op)[:2]:
             try:
                 found.append(self._kernel_forms(layouts, self.leaves, fill))
             except Exception:
@@ -268,7 +281,7 @@ class _Request(NamedTuple):
 
     def _kernel(self, layouts: list[Layout], leaves: list[Any]) -> Forms | None:
         """The forms of the kernel's result; None if it refuses all made-up values."""
-        for fill in _FILLS:
+        for fill in _fills(self.op):
             try:
                 return self._kernel_forms(layouts, leaves, fill)
             except Exception:
@@ -450,6 +463,12 @@ def _identity(tensor: torch.Tensor) -> None:
 
 
 _FILLS: tuple[_Fill, ...] = (_zeros, _ones, _identity)
+
+
+def _fills(op: OpOverload) -> tuple[_Fill, ...]:
+    """The values to try. Pivots count from 1, and LAPACK does not check them."""
+    has_pivots = any("pivots" in argument.name.lower() for argument in op._schema.arguments)
+    return _FILLS[1:] if has_pivots else _FILLS
 
 
 def _empty(layouts: Sequence[Layout]) -> list[torch.Tensor]:
