@@ -236,12 +236,15 @@ def run_program(seed: int) -> dict[str, Any]:
         "runs": [],
     }
     try:
-        plain = optimized("100%")[0].budget_bytes
         optimized(1)
     except rekindle.CaptureError as error:
         return case | {"refused": str(error)}
     except rekindle.InfeasibleBudget as error:
         least = error.least_peak_bytes
+    try:
+        plain = optimized("100%")[0].budget_bytes
+    except rekindle.InfeasibleBudget as error:  # not every planner finds the plain step
+        plain = error.budget_bytes
     for share in SHARES:
         budget = int(least + share * (plain - least))
         try:
@@ -267,11 +270,14 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.getLogger("rekindle").setLevel(logging.ERROR)
-    cases, start = [], time.perf_counter()
+    cases: list[dict[str, Any]] = []
+    start = time.perf_counter()
     runs = over = refused_least = 0
     for seed in range(options.first, options.first + options.programs):
         case = run_program(seed)
         cases.append(case)
+        if len(cases) % 10 == 0:
+            write(options.out, "budgets", cases)  # so that a run may be ended early
         for run in case["runs"]:
             if "peaks" not in run:
                 refused_least += 1

@@ -27,7 +27,7 @@ from rekindle.engines.process_settings import expandable_segments_for
 from rekindle.engines.program import Program
 from rekindle.engines.select_engine import EngineFactory
 from rekindle.errors import InfeasibleBudget, PlanError
-from rekindle.measuring.measure import measured_profile
+from rekindle.measuring.measure import repeatable_profile
 from rekindle.measuring.timing import report_peak
 from rekindle.planners.registry import Planner, find_planner
 from rekindle.rewriting.apply_schedule import rewrite
@@ -151,7 +151,7 @@ def prepare_step(
         planned = _given_plan(request, recording, graph, engines.extra_bytes(tensors))
     elif request is not None:
         # measuring/: the time and workspace of every op.
-        profile = request.profile or measured_profile(recording, graph, tensors, device)
+        profile = request.profile or repeatable_profile(recording, graph, tensors, device)
         if device.type == "cuda" and request.profile is None:
             torch.cuda.empty_cache()  # measuring needs more memory than the step will
 

@@ -106,33 +106,35 @@ def measured_profile(
     cached = _load_cached(graph, *current) if cache and runs <= 3 else None
     if cached is not None and (device.type != "cpu" or cached.step_us > min_cached_cpu_us):
         return replace(cached, overhead_bytes=cached.overhead_bytes + other_bytes)
-    key = _recent_key(recording, graph, current)
-    if cache and runs <= 3 and device.type == "cpu" and key in _recent:
-        return _recent[key]
     measured = session.profile(batch)
-    if cache and device.type == "cpu":
-        _recent[key] = measured
-        while len(_recent) > _MAX_RECENT:
-            _recent.pop(next(iter(_recent)), None)
     if cache:
         library_bytes = max(0, measured.overhead_bytes - other_bytes)
         _save_cached(graph, replace(measured, overhead_bytes=library_bytes))
     return measured
 
 
-# Profiles that this process has measured on the CPU: a step that is optimized again, for the least
-# peak that InfeasibleBudget named, is planned with the same times and workspaces.
-
 _MAX_RECENT = 32
 _recent: dict[Hashable, Profile] = {}
 
 
-def _recent_key(
-    recording: Recording, graph: StepGraph, current: tuple[str, Mapping[str, str]]
-) -> Hashable:
-    """The graph, the layouts of its tensors, which choose kernels, and where it was measured."""
+def repeatable_profile(
+    recording: Recording, graph: StepGraph, batch: list[torch.Tensor], device: torch.device
+) -> Profile:
+    """The profile of a step; on the CPU, the one that this process measured before, if any.
+
+    A step that is optimized again, for the least peak that InfeasibleBudget named, is then planned
+    with the same times and workspaces, and the peak is found again.
+    """
+    if device.type != "cpu":
+        return measured_profile(recording, graph, batch, device)
     layouts = tuple((meta.stride, meta.dtype) for meta in recording.tape.metas.values())
-    return graph.fingerprint, hash(layouts), current[0], tuple(sorted(current[1].items()))
+    key = graph.fingerprint, hash(layouts), tuple(sorted(versions(device).items()))
+    profile = _recent.get(key)
+    if profile is None:
+        profile = _recent[key] = measured_profile(recording, graph, batch, device)
+        for oldest in list(_recent)[:-_MAX_RECENT]:
+            _recent.pop(oldest, None)
+    return profile
 
 
 # The cache on disk. A profile that cannot be read is measured again and overwritten.
