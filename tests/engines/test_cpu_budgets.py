@@ -114,7 +114,7 @@ def test_a_step_within_its_budget_is_not_reported(caplog: pytest.LogCaptureFixtu
 def test_a_profiler_of_the_user_is_left_alone() -> None:
     parts = made(nn.GRU, {})
     step = rekindle.optimize(train_step, *parts, budget="100%")
-    with torch.profiler.profile() as profiler:
+    with torch.profiler.profile(acc_events=True) as profiler:
         step(parts[2])
     assert profiler.events()
     assert not step.captured.first.is_held

@@ -268,9 +268,7 @@ def carry_over(profile: Profile, graph: StepGraph, improved: StepGraph) -> Profi
     """The profile of an improved step, from that of the original.
 
     Unchanged ops cost the same; a foreach op costs the sum of its members, which is slightly too
-    much. An update gets its share of the optimizer's time and workspace; where bytes are exact, and
-    the optimizer takes all parameters at once, it gets the whole workspace, since that of a part is
-    not known.
+    much. An update gets its share of the optimizer's time and workspace.
     """
     profile.check(graph)
     cost_of = {op.name: cost for op, cost in zip(graph.ops, profile.costs, strict=True)}
@@ -292,17 +290,12 @@ def carry_over(profile: Profile, graph: StepGraph, improved: StepGraph) -> Profi
     needs = max if is_one_by_one else sum
     most = max(1, max((max(each, default=0) for each in grads), default=0))
     whole = most if is_one_by_one else all_bytes
-    is_bound = profile.allocator == "exact" and not is_one_by_one
     found = tuple(
         cost_of[op.name]
         if op.name in cost_of
         else OpCost(
             time_us * sum(part) / all_bytes,
-            extra_bytes
-            if is_bound
-            else max(
-                -(-extra_bytes * needs(part) // whole), min(extra_bytes, _FIXED_WORKSPACE_BYTES)
-            ),
+            max(-(-extra_bytes * needs(part) // whole), min(extra_bytes, _FIXED_WORKSPACE_BYTES)),
             is_measured=True,
         )
         for op, part in zip(improved.ops, grads, strict=True)
