@@ -9,6 +9,7 @@ import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -200,17 +201,28 @@ class CapturedStep(Uncopyable):
     def _run_variant(
         self, variant: Variant, batch: list[torch.Tensor], state: list[torch.Tensor]
     ) -> Any:
-        """Run one step; on CUDA, the first one under a budget is measured and held to it."""
-        monitor = PeakMonitor(variant.device)
-        is_watched = variant.planned and not variant.has_run and monitor.is_active
+        """Run one step; under a budget, the first one is measured and held to it.
+
+        After replanning, and after the optimizer has created its state, the next one is, too.
+        """
+        monitor = PeakMonitor(variant.device, partial(self.around, batch))
+        is_watched = variant.planned and not variant.is_held and monitor.is_active
+        has_state = any(self._optimizer.state.values())
+        peak_bytes = None
         if is_watched:
             monitor.start()
-        result = variant.engine(batch, state)
+        try:
+            result = variant.engine(batch, state)
+        finally:
+            if is_watched:
+                peak_bytes = monitor.stop()
         if is_watched:
-            self.hold_to_budget(variant, max(variant.engine.peak_bytes, monitor.stop() or 0))
+            peak_bytes = max(variant.engine.peak_bytes, peak_bytes or 0)
+            is_replanned = self.hold_to_budget(variant, peak_bytes)
+            will_grow = not has_state and any(self._optimizer.state.values())
+            variant.is_held = not is_replanned and not will_grow
         elif variant.planned and variant.engine.peak_bytes > variant.planned.budget_bytes:
             self._hold_graphs_to_budget(variant)
-        variant.has_run = True
         return result
 
     def hold_to_budget(self, variant: Variant, peak_bytes: int) -> bool:

@@ -28,7 +28,7 @@ from rekindle.engines.process_settings import expandable_segments_for
 from rekindle.engines.program import Program
 from rekindle.engines.select_engine import EngineFactory
 from rekindle.errors import InfeasibleBudget, PlanError
-from rekindle.measuring.measure import measured_profile
+from rekindle.measuring.measure import repeatable_profile
 from rekindle.measuring.timing import report_peak
 from rekindle.planners.registry import Planner, find_planner
 from rekindle.rewriting.apply_schedule import rewrite
@@ -115,7 +115,7 @@ class Variant(Uncopyable):
     engine: Engine
     guard: Guard
     planned: PlannedStep | None = None
-    has_run: bool = False
+    is_held: bool = False  # a step was measured, and the plan is final
     is_replanned: bool = False
 
 
@@ -154,7 +154,7 @@ def prepare_step(
         planned = _given_plan(request, recording, graph, engines.extra_bytes(tensors))
     elif request is not None:
         # measuring/: the time and workspace of every op.
-        profile = request.profile or measured_profile(recording, graph, tensors, device)
+        profile = request.profile or repeatable_profile(recording, graph, tensors, device)
         if device.type == "cuda" and request.profile is None:
             torch.cuda.empty_cache()  # measuring needs more memory than the step will
 
@@ -235,10 +235,10 @@ def replan(variant: Variant, peak_bytes: int, engines: EngineFactory, request: P
     planned = variant.planned
     assert planned is not None
     over_bytes = peak_bytes - planned.budget_bytes
-    if over_bytes <= 0 or variant.is_replanned:
+    if over_bytes <= 0:
         return False
     report_peak(peak_bytes, planned.plan.peak_bytes, planned.budget_bytes)
-    if planned.profile is None:
+    if planned.profile is None or variant.is_replanned:
         return False
     unknown_bytes = peak_bytes - planned.plan.peak_bytes
     overhead_bytes = planned.profile.overhead_bytes + unknown_bytes

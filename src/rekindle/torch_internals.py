@@ -96,18 +96,32 @@ FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"  # warns about ops that tra
 set_grad_enabled = torch._C._set_grad_enabled
 # Generated code runs below autograd, and the user's optimizer with the keys of the caller.
 AutoDispatchBelowAutograd = torch._C._AutoDispatchBelowAutograd
+# Kernels are checked without the modes of the user's code.
+DisableTorchFunction = torch._C.DisableTorchFunction
 ForceDispatchKeyGuard = torch._C._ForceDispatchKeyGuard
 included_dispatch_keys = torch._C._dispatch_tls_local_include_set
 excluded_dispatch_keys = torch._C._dispatch_tls_local_exclude_set
 # Whether an operator has a kernel of its own for a device, or is composed of others.
 DispatchKey = torch._C.DispatchKey
+# What is excluded below autograd.
+AUTOGRAD_KEYS = (
+    DispatchKey.AutogradCPU,
+    DispatchKey.AutogradCUDA,
+    DispatchKey.AutogradOther,
+    DispatchKey.AutogradFunctionality,
+)
 # The autograd node that is running, and the number that ties it to the forward op that made it.
 current_autograd_node = torch._C._current_autograd_node
 get_sequence_nr = torch.autograd._get_sequence_nr
+# What `torch.autograd.backward` and `grad` both call: its name there, and the function.
+RUN_BACKWARD = "_engine_run_backward"
+engine_run_backward = torch.autograd.graph._engine_run_backward
 # Tracing writes to tensors in place; autograd must not notice once the values are put back.
 set_version_counter = torch._C._autograd._unsafe_set_version_counter
 # The profiler's memory events, which the public `key_averages` sums up.
 EventType = torch._C._profiler._EventType
+# Whether a profiler runs: a second one would end it.
+profiler_enabled = torch._C._autograd._profiler_enabled
 # Multi-tensor kernels, which have no public form.
 foreach_copy_ = torch._foreach_copy_
 foreach_add_ = torch._foreach_add_

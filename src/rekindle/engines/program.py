@@ -35,6 +35,7 @@ from rekindle.torch_internals import (
     included_dispatch_keys,
     set_grad_enabled,
 )
+from rekindle.tracing.kernel_check import checked_in_step
 from rekindle.tracing.tape import EntryKind, OptimizerCall, Recording
 from rekindle.tracing.undo import Interruptible, uninterrupted
 
@@ -177,7 +178,14 @@ class Program(Uncopyable):
             code.lines.append(f"[{', '.join(node.name for node in entering)}] = entering")
         optimizer_calls = rewritten.optimizer_calls.items()
         steps = {node: self._optimizer_step(call) for node, call in optimizer_calls}
-        code.add_calls(nodes, rewritten, {**steps, **functions})
+        checks = {
+            node: checked_in_step(call.node.target, call.unchecked, call.source)
+            for node, call in rewritten.calls.items()
+            if call.unchecked is not None
+            and node.target is call.node.target
+            and isinstance(call.node.target, OpOverload)
+        }
+        code.add_calls(nodes, rewritten, {**checks, **steps, **functions})
         code.lines.append(f"return [{', '.join(node.name for node in returned)}]")
         return code.compile()
 

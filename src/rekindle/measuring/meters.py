@@ -253,23 +253,44 @@ def peak_bytes(
         torch.cuda.reset_peak_memory_stats(device)
         step()
         return torch.cuda.max_memory_allocated(device)
-    storages = {
-        leaf.untyped_storage().data_ptr(): (
-            leaf.untyped_storage().nbytes(),
-            StorageWeakRef(leaf.untyped_storage()),
-        )
-        for leaf in resident()
-        if isinstance(leaf, torch.Tensor) and not leaf.is_meta
-    }
     if is_profiler_enabled():
         raise ProfileError(
             "a profiler is running, and memory on the CPU is measured with another one: measure "
             "outside of it."
         )
-    with capture_lock, _profiled_memory() as profiler:
-        step()
-    kept_bytes = sum(nbytes for nbytes, storage in storages.values() if not storage.expired())
-    return kept_bytes + int(allocations(profiler)[1].max())
+    with capture_lock:
+        watch = CpuWatch(resident())
+        try:
+            step()
+        finally:
+            peak = watch.stop()
+    return peak
+
+
+class CpuWatch:
+    """Watches the CPU's allocator from its creation until `stop`.
+
+    `resident` are the tensors that exist now. Those that are freed meanwhile do not count.
+    """
+
+    def __init__(self, resident: Iterable[Any]) -> None:
+        self._storages = {
+            leaf.untyped_storage().data_ptr(): (
+                leaf.untyped_storage().nbytes(),
+                StorageWeakRef(leaf.untyped_storage()),
+            )
+            for leaf in resident
+            if isinstance(leaf, torch.Tensor) and not leaf.is_meta
+        }
+        self._profiler = _profiled_memory()
+        self._profiler.__enter__()
+
+    def stop(self) -> int:
+        """The most bytes that were allocated at once."""
+        self._profiler.__exit__(None, None, None)
+        storages = self._storages.values()
+        kept_bytes = sum(nbytes for nbytes, storage in storages if not storage.expired())
+        return kept_bytes + int(allocations(self._profiler)[1].max())
 
 
 def _profiled_memory() -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from rekindle.core.notebook import html_table, one_line
-from rekindle.measuring.meters import cuda_samples_us, peak_bytes
-from rekindle.torch_internals import pytree
+from rekindle.measuring.meters import CpuWatch, cuda_samples_us, peak_bytes
+from rekindle.torch_internals import profiler_enabled, pytree
 from rekindle.units import format_bytes, format_us
 
 log = logging.getLogger("rekindle")
@@ -76,24 +76,46 @@ def resident_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, batch: 
 
 
 class PeakMonitor:
-    """The most memory allocated on a GPU between `start` and `stop`; nothing on other devices."""
+    """The most memory allocated on a device between `start` and `stop`.
 
-    def __init__(self, device: torch.device | None) -> None:
+    The CPU is watched if `resident` is given, which returns the tensors that exist at the start,
+    and if no profiler runs: there can be only one.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | None,
+        resident: Callable[[], Iterable[Any]] | None = None,
+    ) -> None:
         self._device = device
+        self._resident = resident
+        self._watch: CpuWatch | None = None
 
     @property
     def is_active(self) -> bool:
-        """True if the device counts its allocations."""
-        return self._device is not None and self._device.type == "cuda"
+        """True if the device's allocations can be counted."""
+        if self._device is None or self._device.type != "cpu":
+            return self._device is not None and self._device.type == "cuda"
+        return self._resident is not None and (self._watch is not None or not profiler_enabled())
 
     def start(self) -> None:
         """Begin watching: forget earlier peaks."""
-        if self.is_active:
+        if not self.is_active:
+            return
+        assert self._device is not None
+        if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
+        else:
+            assert self._resident is not None
+            self._watch = CpuWatch(self._resident())
 
     def stop(self) -> int | None:
         """The peak since `start`; None where nothing is counted."""
-        return torch.cuda.max_memory_allocated(self._device) if self.is_active else None
+        if self._watch is not None:
+            watch, self._watch = self._watch, None
+            return watch.stop()
+        on_gpu = self._device is not None and self._device.type == "cuda"
+        return torch.cuda.max_memory_allocated(self._device) if on_gpu else None
 
 
 def report_peak(peak_bytes: int, forecast_bytes: int, budget_bytes: int) -> bool:

@@ -1,4 +1,8 @@
-"""Fake results of operators for which torch's own are wrong or missing."""
+"""Fake results of operators for which torch's own are wrong or missing, on CUDA.
+
+What can be checked on this machine is: see `kernel_check`. This table is for forecasts, and for
+fake CUDA tensors where there is no GPU.
+"""
 
 from __future__ import annotations
 
@@ -13,38 +17,19 @@ from rekindle.torch_internals import OpOverload
 def call(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call an operator on fake tensors."""
     override = _OVERRIDES.get(op._schema.name)
-    return override(op, *args) if override is not None else op(*args, **kwargs)
-
-
-def _onednn_backward(op: OpOverload, *args: Any) -> Any:
-    """oneDNN always returns float32 gradients; torch's fakes have the input's dtype."""
-    return tuple(torch.empty_like(tensor, dtype=torch.float32) for tensor in op(*args))
+    if override is None:
+        return op(*args, **kwargs)
+    rest = op._schema.arguments[len(args) :]
+    given = [kwargs.get(argument.name, argument.default_value) for argument in rest]
+    return override(op, *args, *given)
 
 
 def _batch_norm(op: OpOverload, *args: Any) -> Any:
     """Mean and deviation are float32 if weights or statistics are; torch's fakes are not."""
-    return _float32_statistics(op(*args), args[1:5])
-
-
-def _norm(op: OpOverload, *args: Any) -> Any:
-    """The same for layer norm and group norm with float32 weights, on the CPU only."""
-    tensors = [arg for arg in args[1:4] if isinstance(arg, torch.Tensor)]
-    return _float32_statistics(op(*args), [arg for arg in tensors if arg.device.type == "cpu"])
-
-
-def _float32_statistics(results: Any, given: Sequence[Any]) -> Any:
-    result, mean, deviation = results
-    if any(isinstance(arg, torch.Tensor) and arg.dtype is torch.float32 for arg in given):
+    result, mean, deviation = op(*args)
+    if any(isinstance(arg, torch.Tensor) and arg.dtype is torch.float32 for arg in args[1:5]):
         mean, deviation = (torch.empty_like(t, dtype=torch.float32) for t in (mean, deviation))
     return result, mean, deviation
-
-
-def _group_norm_backward(op: OpOverload, *args: Any) -> Any:
-    """On the CPU, the gradient of the input has the input's dtype."""
-    grad, *others = op(*args)
-    if args[1].device.type != "cpu":
-        return grad, *others
-    return (None if grad is None else torch.empty_like(grad, dtype=args[1].dtype), *others)
 
 
 def _loss(op: OpOverload, *args: Any) -> Any:
@@ -83,10 +68,6 @@ _OVERRIDES: dict[str, Callable[..., Any]] = {
     "aten::soft_margin_loss": _loss,
     "aten::binary_cross_entropy": _loss,
     "aten::native_batch_norm": _batch_norm,
-    "aten::native_group_norm": _norm,
-    "aten::native_layer_norm": _norm,
-    "aten::native_group_norm_backward": _group_norm_backward,
-    "aten::mkldnn_rnn_layer_backward": _onednn_backward,
     "aten::_cudnn_rnn": _cudnn_forward,
     "aten::_cudnn_rnn_backward": _cudnn_backward,
 }

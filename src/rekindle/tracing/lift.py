@@ -102,6 +102,8 @@ class _Lift(GraphBuilder):
         target = call.node.target
         if not isinstance(target, OpOverload) or len(call.results) != 1 or call.writes:
             return ()
+        if call.unchecked is not None:
+            return ()  # the recorded call itself is checked
         metas, inputs = self.tape.metas, call.node.all_input_nodes
         if operators.overwriting(target) is None:
             if operators.in_place(target) is None:

@@ -34,7 +34,15 @@ from rekindle.torch_internals import (
     disable_current_modes,
     get_sequence_nr,
 )
-from rekindle.tracing import decisions, fake_overrides, operators, rng, user_line
+from rekindle.tracing import (
+    backward_formulas,
+    decisions,
+    fake_overrides,
+    kernel_check,
+    operators,
+    rng,
+    user_line,
+)
 from rekindle.tracing.tape import Call, Entry, EntryKind, Meta, StorageMeta, Tape
 
 aten = torch.ops.aten
@@ -58,6 +66,7 @@ class Recorder(TorchDispatchMode):
         self.in_backward = False
         self.in_optimizer = False
         self.is_paused = False
+        self.checks_kernels = True  # False for forecasts, which do not run
         self.refusal: CaptureError | None = None
         self.before_op: Callable[[], None] = lambda: None
         self.on_frame: Callable[[CodeType, dict[str, Any]], None] | None = None
@@ -132,18 +141,26 @@ class Recorder(TorchDispatchMode):
             return self._set_storage(func, *args, **kwargs)
         args = operators.map_tensors(args, self._twin)
         kwargs = operators.map_tensors(kwargs, self._twin)
-        if self.is_paused:
-            return func(*args, **kwargs)
         if operators.is_bookkeeping(func):
-            return self._query(func, args, kwargs)
+            return func(*args, **kwargs) if self.is_paused else self._query(func, args, kwargs)
+        if self.is_paused:
+            return self._call(func, args, kwargs)[0]
         if operators.is_composite(func):
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
+        node = current_autograd_node()
+        if node is not None and backward_formulas.is_left_to_torch(node):
+            self.refuse(
+                "differentiates an operator whose gradient has another formula on fake tensors "
+                f"({node.name()})",
+                "Use loss.backward() or torch.autograd.grad.",
+            )
         before = _layout(args[0]) if operators.is_in_place(func) and args else None
+        is_checked = True
         try:
-            result = fake_overrides.call(func, args, kwargs)
+            result, is_checked = self._call(func, args, kwargs)
         except DynamicOutputShapeException:
             result = self._of_known_shape(func, args, kwargs)
             if result is None:
@@ -158,7 +175,22 @@ class Recorder(TorchDispatchMode):
             self._hold(twin, result)
         else:
             self._record(func, args, kwargs, result)
+            if not is_checked:
+                tensors = list(operators.tensors((args, kwargs)))
+                self.tape.calls[-1].unchecked = kernel_check.forms_of(result, tensors)
         return result
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> tuple[Any, bool]:
+        """The result as the kernel makes it; False if that is left to the first real step."""
+        if not self.checks_kernels:
+            return fake_overrides.call(func, args, kwargs), True
+        try:
+            return kernel_check.call(func, args, kwargs)
+        except kernel_check.KernelDiffers as error:
+            self.refuse(
+                f"uses an operator whose result cannot be foreseen: {error}",
+                "Use another operator here, or do it outside the step.",
+            )
 
     def _same_view(self, result: Any) -> fx.Node | None:
         """An earlier node with the same storage and layout as a new view, if any (decision 4)."""

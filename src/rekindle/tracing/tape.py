@@ -58,6 +58,7 @@ class Call:
     grad_enabled: bool  # kernels may depend on it: without grad, a CPU LSTM saves less
     is_random: bool
     flops: int
+    unchecked: Any = None  # the fake result's forms, if the kernel is checked in the first step
 
 
 @dataclass(frozen=True, slots=True)

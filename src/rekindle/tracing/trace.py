@@ -13,13 +13,15 @@ from torch import nn
 from rekindle.core.identity import IdentityDict, IdentitySet
 from rekindle.errors import CaptureError, RekindleError
 from rekindle.torch_internals import (
+    RUN_BACKWARD,
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
+    engine_run_backward,
 )
-from rekindle.tracing import batch_tree, intercept, user_line
+from rekindle.tracing import backward_formulas, batch_tree, intercept, user_line
 from rekindle.tracing.capture_thread import ThreadPatches, capture_lock
 from rekindle.tracing.cpu_as_gpu import gpu_operators
 from rekindle.tracing.decisions import Decisions
@@ -140,6 +142,7 @@ class _Capture:
         self.params = self.state.params()
         self.fake_mode = FakeTensorMode()
         self.recorder = Recorder(self.fake_mode, self.step_line, self._name_unknown)
+        self.recorder.checks_kernels = "as_on_gpu" not in options
         self.options = options
         self.placeholder_grads: IdentityDict[torch.Tensor] = IdentityDict()  # by parameter
         self.old_grads_cleared: list[bool] | None = None
@@ -257,6 +260,7 @@ class _Capture:
             patches = stack.enter_context(ThreadPatches(self.recorder))
             patches.replace(self.optimizer, "step", self._optimizer_step)
             patches.replace(torch.autograd, "backward", self._backward)
+            patches.replace(torch.autograd, RUN_BACKWARD, self._run_backward)
             others_drew = stack.enter_context(
                 intercept.intercepted(
                     self.recorder,
@@ -376,6 +380,11 @@ class _Capture:
             _BACKWARD(*args, **kwargs)
         finally:
             self.recorder.in_backward = False
+
+    def _run_backward(self, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        """Replaces autograd's engine, for `backward` and `grad`, to keep its plain formulas."""
+        backward_formulas.use_plain_formulas(tensors, self.recorder.refuse)
+        return engine_run_backward(tensors, *args, **kwargs)
 
     def _optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Replaces `optimizer.step`: notes the call, and records its operators for analysis."""

@@ -20,7 +20,7 @@ from rekindle.engines.inductor import decompositions
 from rekindle.engines.strides import contiguous_stride, is_dense, significant_strides
 from rekindle.passes.fx_nodes import item_path
 from rekindle.torch_internals import FakeTensor, FakeTensorMode, OpOverload
-from rekindle.tracing import fake_overrides, operators, rng
+from rekindle.tracing import kernel_check, operators, rng
 from rekindle.tracing.tape import Call, Entry, Meta, OptimizerCall, Recording, StorageMeta, Tape
 
 aten = torch.ops.aten
@@ -159,7 +159,7 @@ class RecordingBuilder:
         kwargs = fx.map_arg(kwargs, self.fakes.__getitem__)
         with self._mode, torch.no_grad():
             if isinstance(target, OpOverload):
-                return fake_overrides.call(target, args, kwargs)
+                return kernel_check.call(target, args, kwargs)[0]
             return getattr(target, "on_fakes", target)(*args, **kwargs)
 
     def _add_inputs(self) -> None:
