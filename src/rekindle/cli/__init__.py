@@ -29,6 +29,7 @@ from rekindle.planners.registry import find_planner
 from rekindle.report import data, figures, fit_report, run_report, schemes_report, sweep_report
 from rekindle.report.html import write_html
 from rekindle.report.summary import summarize
+from rekindle.report.tables import printable
 from rekindle.report.terminal import curve_table, model_table, step_summary
 from rekindle.studies import model_runs, schemes, sweep
 from rekindle.studies.model_runs import Profiled, Tell, Trained
@@ -496,5 +497,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _refuse(message: str) -> int:
-    print(f"rekindle: {message}", file=sys.stderr)
+    print(f"rekindle: {printable(message)}", file=sys.stderr)
     return 2
