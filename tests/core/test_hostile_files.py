@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.hostile_files import MARKUP, bombs, damaged, mutations
+from support.made_up_sweep import made_up
 from support.tiny_step import ABOUT, tiny_step
 
 import rekindle
@@ -34,12 +35,14 @@ from rekindle.core.graph.serial import (
     save_plan,
     save_profile,
 )
-from rekindle.errors import PlanError, ProfileError, RekindleError
+from rekindle.errors import PlanError, ProfileError, RekindleError, ReportError
 from rekindle.report.data import step_data
 from rekindle.report.html import write_html
 from rekindle.report.summary import Summary, summarize
+from rekindle.report.sweep_report import sweep_table
 from rekindle.report.tables import PlainConsole
 from rekindle.report.terminal import step_summary
+from rekindle.studies.sweep import read_sweep
 
 
 def saved_profile() -> dict[str, Any]:
@@ -157,6 +160,7 @@ def test_damaged_files(seed: int, tmp_path: Path) -> None:
         try_plan(content, tmp_path / "x.json")
 
 
+@settings(deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_any_change(seed: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     """`make fuzz` runs many of these, on seeds that no run has seen."""
@@ -269,3 +273,24 @@ def test_a_failed_write_leaves_the_old_file(
 def test_a_device_stays_one() -> None:
     write_at_once(Path(os.devnull), b"x")
     assert not Path(os.devnull).is_file()
+
+
+# Sweeps
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_changed_sweeps(seed: int, tmp_path: Path) -> None:
+    found = []
+    sweep = made_up(batches=(2, 4))
+    for data in mutations(sweep, seed, 60):
+        (tmp_path / "sweep.json").write_text(json.dumps(data), encoding="utf-8")
+        try:
+            read = read_sweep(tmp_path)
+        except ReportError as error:
+            assert_one_line(error)
+            found.append(False)
+            continue
+        PlainConsole(file=StringIO(), width=100).print(sweep_table(read))
+        found.append(True)
+    assert found.count(False) > 10
+    assert found.count(True) > 10

@@ -293,7 +293,14 @@ def _plan_one(
     graph, profile, about = found
     tell("planning")
     started = perf_counter()
-    plan = rekindle.plan(graph, profile, budget=budget, planner=planner)
+    try:
+        plan = rekindle.plan(graph, profile, budget=budget, planner=planner)
+    except InfeasibleBudget as error:
+        least = format_budget(error.least_peak_bytes)
+        raise PlanError(
+            f"{error}; give --budget {least} or more. rekindle run may do with less: it also "
+            "writes results in place and updates parameters early, which are not planned here."
+        ) from None
     seconds = perf_counter() - started
     planned = rekindle.simulate(graph, profile, plan)
     summary = summarize(graph, profile, planned, about, plan=plan, plan_seconds=seconds)

@@ -96,8 +96,8 @@ def write_report(path: Path, graphs: Sequence[PlannedGraph]) -> None:
         page = path.with_name(f"{path.stem}-{number}{path.suffix}")
         _write_one(page, graph)
         rows.append(_row(number, page.name, graph))
-    page = _PAGE.format(count=len(graphs), rows="\n".join(rows))
-    write_at_once(path, page.encode(errors="backslashreplace"))
+    listed = _PAGE.format(count=len(graphs), rows="\n".join(rows))
+    write_at_once(path, listed.encode(errors="backslashreplace"))
 
 
 def _write_one(path: Path, planned: PlannedGraph) -> None:

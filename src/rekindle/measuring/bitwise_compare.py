@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from rekindle.core.graph.comparison import Comparison
+from rekindle.errors import RekindleError
 from rekindle.measuring.meters import peak_bytes
 from rekindle.measuring.timing import resident_tensors
 from rekindle.torch_internals import pytree
@@ -62,6 +63,8 @@ def compare(
     plain step that runs out of memory is a result, not an error. A compiled step is compared with
     the step that `unplanned` returns, which is compiled, too, and recomputes nothing.
     """
+    if type(steps) is not int or steps < 1:
+        raise RekindleError(f"steps must be a whole number of at least 1, and is {steps!r}")
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
 
     def trained(prepare: Callable[..., Any] | None, stage: str) -> _Training:

@@ -110,7 +110,7 @@ def is_same(form: Form | None, device: torch.device, prove: Prove) -> bool:
 
 @cache
 def _proven_here(form: Form, prove: Prove) -> bool:
-    return prove(form)
+    return prove(form) is True
 
 
 def environment() -> tuple[str, str]:
@@ -233,7 +233,7 @@ def _samples(op: OpOverload, form: Form) -> Iterator[tuple[list[Any], int]]:
     words, own = form.pattern.split(" "), DTYPES[form.dtype]
     dtypes = [_tensor_dtype(word, own) for word in words]
     targets = [i for i, word in enumerate(words) if word == OWN]
-    is_single_dtype = {OWN, None}.issuperset(w if d else None for w, d in zip(words, dtypes))
+    is_single_dtype = all(word == OWN for word in words if _tensor_dtype(word, own) is not None)
     for number, choice in enumerate(_choices(op, words)):
         layouts_here = _LAYOUTS[:_N_SHORT] if number else _LAYOUTS
         if is_single_dtype and (not number or len(targets) == 1):

@@ -7,19 +7,16 @@ exactly: in JSON, a list may stand where a number should.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from rekindle.core.checks import MAX_BYTES, MAX_COUNT, number, numbers, real, require, text
 from rekindle.core.cost.allocator import ALLOCATORS
 from rekindle.core.cost.profile import Profile
 from rekindle.core.graph.graph import Op, StepGraph
 from rekindle.core.graph.schedule import Compute, Plan
 
-MAX_BYTES = 1 << 50
-MAX_COUNT = 1 << 62  # of FLOPs, of elements, and of the bytes of all storages
-MAX_US = 1e15
 MAX_DIMS = 64
-MAX_TEXT = 10_000
 MAX_FINGERPRINT = 64
 
 
@@ -28,145 +25,117 @@ def check_graph(graph: StepGraph) -> None:
     n_ops, n_values, n_storages = len(graph.ops), len(graph.values), len(graph.storages)
     for storage in graph.storages:
         what = f"storage {storage.index}"
-        _number(storage.nbytes, 0, MAX_BYTES, f"the bytes of {what}")
-        _text(storage.device, f"the device of {what}")
-        _number(storage.held_until, -1, n_ops - 1, f"the last holder of {what}")
-    _require(sum(s.nbytes for s in graph.storages) <= MAX_COUNT, "its storages are too large")
+        number(storage.nbytes, 0, MAX_BYTES, f"the bytes of {what}")
+        text(storage.device, f"the device of {what}")
+        number(storage.held_until, -1, n_ops - 1, f"the last holder of {what}")
+    require(sum(s.nbytes for s in graph.storages) <= MAX_COUNT, "its storages are too large")
     for value in graph.values:
         what = f"value {value.index}"
-        _text(value.name, f"the name of {what}")
-        _text(value.dtype, f"the dtype of {what}")
-        _number(value.storage, 0, n_storages - 1, f"the storage of {what}")
-        _numbers(value.shape, 0, MAX_BYTES, f"the shape of {what}")
-        _require(len(value.shape) <= MAX_DIMS, f"{what} has too many dimensions")
-        _require(math.prod(value.shape) <= MAX_COUNT, f"{what} is too large")
+        text(value.name, f"the name of {what}")
+        text(value.dtype, f"the dtype of {what}")
+        number(value.storage, 0, n_storages - 1, f"the storage of {what}")
+        numbers(value.shape, 0, MAX_BYTES, f"the shape of {what}")
+        require(len(value.shape) <= MAX_DIMS, f"{what} has too many dimensions")
+        require(math.prod(value.shape) <= MAX_COUNT, f"{what} is too large")
         if value.producer is not None:
-            _number(value.producer, 0, n_ops - 1, f"the producer of {what}")
+            number(value.producer, 0, n_ops - 1, f"the producer of {what}")
     for op in graph.ops:
         _check_op(op, n_values)
-    _numbers(graph.outputs, 0, n_values - 1, "its outputs")
+    numbers(graph.outputs, 0, n_values - 1, "its outputs")
     _check_order(graph)
 
 
 def _check_op(op: Op, n_values: int) -> None:
     what = f"op {op.index}"
-    for text in (op.name, op.target, op.copy_target, op.source.module, op.source.filename):
-        _text(text, f"a name of {what}")
+    for name in (op.name, op.target, op.copy_target, op.source.module, op.source.filename):
+        text(name, f"a name of {what}")
     for values in (op.inputs, op.outputs, op.mutates, op.may_overwrite):
-        _numbers(values, 0, n_values - 1, f"the values of {what}")
+        numbers(values, 0, n_values - 1, f"the values of {what}")
     for member in op.members:
-        _text(member, f"a member of {what}")
-    _number(op.flops, 0, MAX_COUNT, f"the FLOPs of {what}")
-    _number(op.source.lineno, 0, MAX_COUNT, f"the line of {what}")
-    _require(set(op.may_overwrite) <= set(op.inputs), f"{what} overwrites what it does not read")
-    _require(not op.copy_target or bool(op.outputs), f"{what} has no result to compute again")
+        text(member, f"a member of {what}")
+    number(op.flops, 0, MAX_COUNT, f"the FLOPs of {what}")
+    number(op.source.lineno, 0, MAX_COUNT, f"the line of {what}")
+    require(set(op.may_overwrite) <= set(op.inputs), f"{what} overwrites what it does not read")
+    require(not op.copy_target or bool(op.outputs), f"{what} has no result to compute again")
 
 
 def _check_order(graph: StepGraph) -> None:
     """Raise unless ops read what entered the step or earlier ops made."""
     names = {op.name for op in graph.ops}
-    _require(len(names) == len(graph.ops), "two of its ops have the same name")
+    require(len(names) == len(graph.ops), "two of its ops have the same name")
     made_by: dict[int, int] = {}
     for op in graph.ops:
         for value in op.outputs:
-            _require(value not in made_by, f"value {value} is made twice")
+            require(value not in made_by, f"value {value} is made twice")
             made_by[value] = op.index
-    for value in graph.values:
-        is_right = made_by.get(value.index) == value.producer
-        _require(is_right, f"value {value.index} is not made by the op that it names")
+    for each in graph.values:
+        is_right = made_by.get(each.index) == each.producer
+        require(is_right, f"value {each.index} is not made by the op that it names")
     for op in graph.ops:
         for value in (*op.inputs, *op.mutates):
             is_made = made_by.get(value, -1) < op.index or value in op.outputs
-            _require(is_made, f"op {op.index} uses value {value} before it is made")
-    for producer in (graph.values[value].producer for value in graph.outputs):
-        _require(producer is None or producer < len(graph.ops), "an output is never made")
+            require(is_made, f"op {op.index} uses value {value} before it is made")
 
 
 def check_profile(profile: Profile) -> None:
     """Raise unless all costs are possible ones."""
-    for text in (profile.device, profile.method):
-        _text(text, "a text of the profile")
+    for each in (profile.device, profile.method):
+        text(each, "a text of the profile")
     _fingerprint(profile.fingerprint)
-    _require(profile.allocator in ALLOCATORS, "its allocator is unknown")
-    _number(profile.overhead_bytes, 0, MAX_BYTES, "its overhead")
-    _real(profile.transfer_latency_us, "its transfer latency")
-    _real(profile.to_host_bytes_per_us, "its transfer rate")
-    _real(profile.to_device_bytes_per_us, "its transfer rate")
+    require(profile.allocator in ALLOCATORS, "its allocator is unknown")
+    number(profile.overhead_bytes, 0, MAX_BYTES, "its overhead")
+    real(profile.transfer_latency_us, "its transfer latency")
+    real(profile.to_host_bytes_per_us, "its transfer rate")
+    real(profile.to_device_bytes_per_us, "its transfer rate")
     _texts_by_name(profile.versions, "its versions")
     for index, cost in enumerate(profile.costs):
-        _real(cost.time_us, f"the time of op {index}")
-        _number(cost.workspace_bytes, 0, MAX_BYTES, f"the workspace of op {index}")
+        real(cost.time_us, f"the time of op {index}")
+        number(cost.workspace_bytes, 0, MAX_BYTES, f"the workspace of op {index}")
         if cost.copy_us is not None:
-            _real(cost.copy_us, f"the time to compute op {index} again")
+            real(cost.copy_us, f"the time to compute op {index} again")
 
 
 def check_plan(plan: Plan) -> None:
     """Raise unless a plan's numbers are possible ones; `Plan.check` holds it to its graph."""
-    _text(plan.planner, "the name of its planner")
+    text(plan.planner, "the name of its planner")
     _fingerprint(plan.fingerprint)
-    _number(plan.budget_bytes, 1, MAX_COUNT, "its budget")
-    _number(plan.peak_bytes, 0, MAX_BYTES, "its peak")
-    _real(plan.recompute_us, "its time of recomputation")
+    number(plan.budget_bytes, 1, MAX_COUNT, "its budget")
+    number(plan.peak_bytes, 0, MAX_BYTES, "its peak")
+    real(plan.recompute_us, "its time of recomputation")
     if plan.bound_us is not None:
-        _real(plan.bound_us, "its bound")
+        real(plan.bound_us, "its bound")
     for step in plan.schedule:
         index = step.op if isinstance(step, Compute) else step.storage
-        _number(index, 0, MAX_BYTES, "an instruction of its schedule")
-        _number(step.copy, 0, MAX_BYTES, "a copy in its schedule")
+        number(index, 0, MAX_BYTES, "an instruction of its schedule")
+        number(step.copy, 0, MAX_BYTES, "a copy in its schedule")
     for decision in plan.decisions:
-        _number(decision.storage, 0, MAX_BYTES, "the storage of a decision")
-        _number(decision.freed_bytes, 0, MAX_BYTES, "the bytes of a decision")
-        _real(decision.added_us, "the time of a decision")
-        _text(decision.reason, "the reason of a decision")
+        number(decision.storage, 0, MAX_BYTES, "the storage of a decision")
+        number(decision.freed_bytes, 0, MAX_BYTES, "the bytes of a decision")
+        real(decision.added_us, "the time of a decision")
+        text(decision.reason, "the reason of a decision")
 
 
 def check_about(about: Any) -> None:
     """Raise unless the description of a profile is text and numbers by name."""
-    _require(isinstance(about, dict), "its description is no object")
+    require(isinstance(about, dict), "its description is no object")
     for name, value in about.items():
-        _text(name, "a name in its description")
+        text(name, "a name in its description")
         if isinstance(value, str):
-            _text(value, "a text in its description")
+            text(value, "a text in its description")
         elif isinstance(value, int) and not isinstance(value, bool):
-            _number(value, -MAX_COUNT, MAX_COUNT, "a number in its description")
+            number(value, -MAX_COUNT, MAX_COUNT, "a number in its description")
         else:
             is_plain = value is None or isinstance(value, (bool, float))
-            _require(is_plain, "its description holds more than text and numbers")
-
-
-def _require(holds: bool, problem: str) -> None:
-    if not holds:
-        raise ValueError(problem)
-
-
-def _number(value: Any, least: int, most: int, what: str) -> None:
-    _require(type(value) is int, f"{what} is no whole number")
-    _require(least <= value <= most, f"{what} is out of range")
-
-
-def _numbers(values: Iterable[Any], least: int, most: int, what: str) -> None:
-    for value in values:
-        _number(value, least, most, what)
-
-
-def _real(value: Any, what: str) -> None:
-    _require(type(value) in (int, float), f"{what} is no number")
-    _require(0 <= value <= MAX_US, f"{what} is out of range")  # and no NaN
-
-
-def _text(value: Any, what: str) -> None:
-    _require(type(value) is str, f"{what} is no text")
-    _require(len(value) <= MAX_TEXT, f"{what} is too long")
-    _require(not any("\ud800" <= c <= "\udfff" for c in value), f"{what} is no valid text")
+            require(is_plain, "its description holds more than text and numbers")
 
 
 def _fingerprint(value: Any) -> None:
-    _text(value, "its fingerprint")
-    _require(value.isalnum() and len(value) <= MAX_FINGERPRINT, "its fingerprint is none")
+    text(value, "its fingerprint")
+    require(value.isalnum() and len(value) <= MAX_FINGERPRINT, "its fingerprint is none")
 
 
 def _texts_by_name(values: Any, what: str) -> None:
-    _require(isinstance(values, Mapping), f"{what} are no object")
+    require(isinstance(values, Mapping), f"{what} are no object")
     for name, value in values.items():
-        _text(name, f"a name in {what}")
-        _text(value, f"a text in {what}")
+        text(name, f"a name in {what}")
+        text(value, f"a text in {what}")
