@@ -64,6 +64,11 @@ bench: setup
 experiments: setup
 	$(PY) -m experiments.document
 
+# src/rekindle/tracing/same_bits.json: the forms of operators that compute the same bits. Some minutes.
+.PHONY: same-bits
+same-bits: setup .venv-newest/.stamp
+	$(PYTEST) $(PY) -m experiments.same_bits --also $(PY_NEWEST)
+
 # The site, in build/site. It is built from the sources alone, in an environment without torch.
 .PHONY: docs
 docs: .venv-docs/.stamp

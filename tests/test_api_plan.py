@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -71,3 +73,65 @@ def test_a_planner_that_does_not_exist_is_refused_without_a_budget() -> None:
     step = rekindle.optimize(square_step, model, optimizer, torch.ones(2, 4))
     with pytest.raises(ValueError, match="at least one step"):
         step.measure(torch.ones(2, 4), steps=0)
+
+
+# Arguments of wrong types
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> None:
+    model(batch).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def parts() -> tuple[Any, ...]:
+    model = nn.Linear(4, 2)
+    return train_step, model, torch.optim.AdamW(model.parameters()), torch.ones(8, 4)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: rekindle.plan(PROFILE, GRAPH, budget="60%"), r"order is plan\(graph, profile"),
+        (lambda: rekindle.simulate(PROFILE, GRAPH), r"order is simulate\(graph, profile, plan"),
+        (lambda: rekindle.simulate(GRAPH, PROFILE, "plan.json"), "plan must be a Plan"),
+        (lambda: rekindle.layout(PROFILE), r"order is layout\(graph, plan"),
+        (lambda: rekindle.layout(GRAPH, PROFILE), "plan must be a Plan"),
+        (lambda: rekindle.profile(GRAPH), "profile takes what capture or optimize returns"),
+        (lambda: rekindle.optimize(*parts(), plan="x.json"), r"with rekindle.load_plan\(path\)"),
+        (lambda: rekindle.optimize(*parts(), budget="90%", profile="x"), "must be a Profile"),
+    ],
+)
+def test_wrong_types_are_named(call: Callable[[], object], words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        call()
+
+
+def test_the_parts_of_a_step_in_a_wrong_order() -> None:
+    step, model, optimizer, batch = parts()
+    with pytest.raises(TypeError, match=r"model must be a torch Module, and is of type AdamW"):
+        rekindle.capture(step, optimizer, model, batch)
+    with pytest.raises(TypeError, match="train_step must be a function"):
+        rekindle.capture(model, model, optimizer, batch)
+
+
+def test_a_profile_without_a_budget_is_refused() -> None:
+    with pytest.raises(rekindle.PlanError, match="give a budget"):
+        rekindle.optimize(*parts(), profile=PROFILE)
+
+
+@pytest.mark.parametrize("steps", [0, -1, 1.5])
+def test_a_comparison_needs_a_step(steps: Any) -> None:
+    step, model, optimizer, batch = parts()
+    before = model.weight.clone()
+    with pytest.raises(rekindle.RekindleError, match="steps must be a whole number of at least 1"):
+        rekindle.verify(step, model, optimizer, batch, budget="100%", steps=steps)
+    assert torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize(
+    ("engine", "reason"),
+    [("auto", "the model is on the cpu"), ("python", 'engine="python" was asked for')],
+)
+def test_why_there_are_no_cuda_graphs(engine: str, reason: str) -> None:
+    assert reason in rekindle.optimize(*parts(), engine=engine).engine_info.reason

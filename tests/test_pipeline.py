@@ -15,6 +15,8 @@ from rekindle.engines.select_engine import EngineFactory
 from rekindle.errors import InfeasibleBudget, PlanError, ProfileError
 from rekindle.measuring.bitwise_compare import compare
 from rekindle.pipeline import PlannedStep, PlanRequest, prepare_step
+from rekindle.planners.registry import find_planner
+from rekindle.units import format_bytes
 
 CPU = torch.device("cpu")
 
@@ -69,6 +71,7 @@ def test_a_step_that_takes_more_than_its_budget_is_planned_once_more(
     profile: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As if the first step had needed 2% more than was forecast."""
+    left_free: list[str] = []
 
     def optimize(*given: Any) -> rekindle.TrainStep:
         step = rekindle.optimize(*given, budget="75%", profile=profile)
@@ -80,6 +83,7 @@ def test_a_step_that_takes_more_than_its_budget_is_planned_once_more(
         assert step.plan is first  # within the budget: nothing to do
         measured = step.budget_bytes + 100_000
         captured.hold_to_budget(captured.first, measured)
+        left_free.append(format_bytes(measured - forecast))
         assert step.plan is not first
         assert step.plan.peak_bytes <= step.budget_bytes
         assert step.profile is not None  # what was not forecast is taken to be there all the time
@@ -90,7 +94,7 @@ def test_a_step_that_takes_more_than_its_budget_is_planned_once_more(
     with caplog.at_level(logging.WARNING, logger="rekindle"):
         assert compare(parts, optimize, steps=3).differences == ()
     assert "the step took" in caplog.text
-    assert "planned again, for 97.7 KiB less" in caplog.text
+    assert f"planned again, with {left_free[0]} left free" in caplog.text
 
 
 def test_where_there_is_no_other_plan_the_first_stays(
@@ -181,3 +185,23 @@ def test_what_graphs_hold_does_not_count_where_there_are_none() -> None:
         assert given.profile == found.profile
     with pytest.raises(InfeasibleBudget):
         planned(least - 1, 0)
+
+
+@pytest.mark.parametrize(
+    "error", [PlanError("no"), InfeasibleBudget(budget_bytes=1, least_peak_bytes=2)]
+)
+def test_a_form_that_cannot_be_planned_leaves_the_others(
+    error: PlanError, profile: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a planner raises about early updates, a good plan without them is taken."""
+    made = find_planner("auto")
+
+    def no_early_updates(graph: Any, costs: Any, budget_bytes: int) -> Any:
+        if graph.early_updates:
+            raise error
+        return made(graph, costs, budget_bytes)
+
+    monkeypatch.setattr("rekindle.pipeline.find_planner", lambda name: no_early_updates)
+    monkeypatch.setattr("rekindle.pipeline._gradients_matter", lambda planned: True)
+    step = rekindle.optimize(*parts(), budget="75%", profile=profile)
+    assert not step.graph.early_updates

@@ -91,7 +91,23 @@ def test_parse_bytes(text: str | int, nbytes: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "GiB", "8 potatoes", "8G", "-1GB", -1, "1e9", "1,5GB", "8 GiB 2", True, None, 1.5]
+    "text",
+    [
+        "",
+        "GiB",
+        "8 potatoes",
+        "8G",
+        "-1GB",
+        -1,
+        "1e9",
+        "1,5GB",
+        "8 GiB 2",
+        True,
+        None,
+        1.5,
+        "9.5",
+        ".5",
+    ],
 )
 def test_what_is_no_amount_is_refused_with_the_accepted_forms(text: Any) -> None:
     with pytest.raises(UnitError, match=r"'8GiB' or '1.5 GB'") as caught:

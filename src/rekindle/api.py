@@ -104,8 +104,12 @@ def optimize(
     True
     """
     find_planner(planner)
+    _check_kind("plan", plan, Plan, advice="read a file with rekindle.load_plan(path)")
+    _check_kind("profile", profile, Profile, advice="make one with rekindle.profile(captured)")
     if budget is not None and plan is not None:
         raise PlanError("a plan includes its budget: give a budget or a plan, not both.")
+    if profile is not None and budget is None and plan is None:
+        raise PlanError("a profile is for planning, which needs a budget: give a budget, too.")
     if plan is not None:
         budget = plan.budget_bytes
     request = None if budget is None else PlanRequest(budget, planner, profile, plan)
@@ -193,6 +197,11 @@ def profile(
     """
     if isinstance(captured, TrainStep):
         captured = captured.captured
+    if not isinstance(captured, CapturedStep):
+        raise TypeError(
+            f"profile takes what capture or optimize returns, and not a value of type "
+            f"{type(captured).__name__}"
+        )
     if runs < 1:
         raise ProfileError(f"runs must be at least 1, and is {runs}")
     graph = captured.graph
@@ -246,6 +255,7 @@ def plan(graph: StepGraph, profile: Profile, *, budget: str | int, planner: str 
     >>> made.recompute_us, made.peak_bytes <= made.budget_bytes
     (0.0, True)
     """
+    _check_graph_and_profile("plan(graph, profile, budget=…)", graph, profile)
     make = find_planner(planner)
     made = make(graph, profile, parse_budget(budget, simulate_step(graph, profile).peak_bytes))
     made.check(graph)
@@ -266,6 +276,8 @@ def simulate(graph: StepGraph, profile: Profile, plan: Plan | None = None) -> Tr
     >>> trace.peak_bytes > sum(storage.nbytes for storage in captured.graph.storages[:3])
     True
     """
+    _check_graph_and_profile("simulate(graph, profile, plan)", graph, profile)
+    _check_kind("plan", plan, Plan, advice="the order is simulate(graph, profile, plan)")
     return simulate_step(graph, profile, plan)
 
 
@@ -283,6 +295,24 @@ def layout(graph: StepGraph, plan: Plan | None = None) -> Layout:
     >>> found.arena_bytes <= 1.02 * found.lower_bound_bytes
     True
     """
+    advice = "the order is layout(graph, plan)"
+    _check_kind("graph", graph, StepGraph, advice=advice, is_optional=False)
+    _check_kind("plan", plan, Plan, advice=advice)
     found = lay_out(graph, plan)
     check_layout(graph, found, plan)
     return found
+
+
+def _check_graph_and_profile(order: str, graph: Any, profile: Any) -> None:
+    advice = f"the order is {order}, with graph = captured.graph"
+    _check_kind("graph", graph, StepGraph, advice=advice, is_optional=False)
+    _check_kind("profile", profile, Profile, advice=advice, is_optional=False)
+
+
+def _check_kind(
+    name: str, value: Any, kind: type, *, advice: str, is_optional: bool = True
+) -> None:
+    """Refuse an argument of a wrong type, or in a wrong place."""
+    if not isinstance(value, kind) and not (is_optional and value is None):
+        found = type(value).__name__
+        raise TypeError(f"{name} must be a {kind.__name__}, and is of type {found}: {advice}")

@@ -506,8 +506,8 @@ def check_types(train_step: Any, model: Any, optimizer: Any) -> None:
     ):
         if not isinstance(value, kind):
             raise TypeError(
-                f"{name} must be a torch {kind.__name__}, and is a {type(value).__name__}: "
+                f"{name} must be a torch {kind.__name__}, and is of type {type(value).__name__}: "
                 "the order is (train_step, model, optimizer, batch)"
             )
-    if not callable(train_step):
+    if not callable(train_step) or isinstance(train_step, nn.Module):
         raise TypeError("train_step must be a function of (model, optimizer, batch)")

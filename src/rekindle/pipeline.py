@@ -194,12 +194,14 @@ def choose_form(
                 return plan_within(planner, other, captured)
             except InfeasibleBudget as failed:
                 error = min(error, failed, key=lambda each: each.least_peak_bytes)
+            except PlanError as failed:  # the planner cannot plan this form
+                log.info("a form of the step cannot be planned: %s", failed)
         raise error from None
     if early is None or has_graphs or not _gradients_matter(late):
         return late
     try:
         return min(late, plan_within(planner, early, captured), key=_added_us)
-    except InfeasibleBudget:  # planners are heuristics: one form may be planned, the other not
+    except PlanError:  # planners are heuristics: one form may be planned, the other not
         return late
 
 
@@ -249,7 +251,7 @@ def replan(variant: Variant, peak_bytes: int, engines: EngineFactory, request: P
         log.warning("no plan leaves room for that: %s", error)
         return False
     plan.check(planned.graph)
-    log.warning("planned again, for %s less", format_bytes(over_bytes))
+    log.warning("planned again, with %s left free", format_bytes(unknown_bytes))
     new = planned._replace(plan=plan, profile=profile)
     engine = build_engine(variant.recording, variant.graph, engines, new, variant.device)
     with uninterrupted():  # the plan is the one that runs

@@ -59,7 +59,10 @@ def parse_bytes(text: str | int) -> int:
     factor = _FACTORS.get(match[2].lower()) if match else None
     if match is None or factor is None:
         raise UnitError(f"{text!r} is not an amount of memory: {_ACCEPTED}")
-    return int(Fraction(match[1]) * factor)
+    found = Fraction(match[1]) * factor
+    if not match[2] and found.denominator != 1:  # who writes 9.5 means GiB
+        raise UnitError(f"{text!r} has no unit, and a fraction: {_ACCEPTED}")
+    return int(found)
 
 
 def parse_budget(budget: str | int, plain_peak_bytes: int) -> int:

@@ -29,6 +29,7 @@ from rekindle.planners.registry import find_planner
 from rekindle.report import data, figures, fit_report, run_report, schemes_report, sweep_report
 from rekindle.report.html import write_html
 from rekindle.report.summary import summarize
+from rekindle.report.tables import printable
 from rekindle.report.terminal import curve_table, model_table, step_summary
 from rekindle.studies import model_runs, schemes, sweep
 from rekindle.studies.model_runs import Profiled, Tell, Trained
@@ -292,7 +293,14 @@ def _plan_one(
     graph, profile, about = found
     tell("planning")
     started = perf_counter()
-    plan = rekindle.plan(graph, profile, budget=budget, planner=planner)
+    try:
+        plan = rekindle.plan(graph, profile, budget=budget, planner=planner)
+    except InfeasibleBudget as error:
+        least = format_budget(error.least_peak_bytes)
+        raise PlanError(
+            f"{error}; give --budget {least} or more. rekindle run may do with less: it also "
+            "writes results in place and updates parameters early, which are not planned here."
+        ) from None
     seconds = perf_counter() - started
     planned = rekindle.simulate(graph, profile, plan)
     summary = summarize(graph, profile, planned, about, plan=plan, plan_seconds=seconds)
@@ -496,5 +504,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _refuse(message: str) -> int:
-    print(f"rekindle: {message}", file=sys.stderr)
+    print(f"rekindle: {printable(message)}", file=sys.stderr)
     return 2

@@ -17,12 +17,14 @@ from rich.text import Text
 
 import rekindle
 from rekindle.cli.options import STDOUT
+from rekindle.core.files import write_at_once
 from rekindle.report.data import JSON_SCHEMA
+from rekindle.report.tables import PlainConsole
 
 
 def new_console(json_target: str | None) -> Console:
     """The console for tables: standard output, silent if that is for JSON alone."""
-    return Console(quiet=json_target == STDOUT, highlight=False)
+    return PlainConsole(quiet=json_target == STDOUT)
 
 
 @contextmanager
@@ -34,8 +36,7 @@ def working(model: str, json_target: str | None) -> Iterator[Callable[[str], Non
     with ExitStack() as stack:
         if json_target == STDOUT:
             stack.enter_context(redirect_stdout(sys.stderr))
-        # Text, not str: a model's name may hold brackets, which are markup in a str
-        status = stack.enter_context(Console(stderr=True).status(Text(model)))
+        status = stack.enter_context(PlainConsole(stderr=True).status(Text(model)))
         yield lambda stage: status.update(Text(f"{model}: {stage}"))
 
 
@@ -48,7 +49,7 @@ def progress_bar(total: int) -> Iterator[Callable[[str, int, int], None]]:
         TextColumn("{task.fields[left]} left"),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    with Progress(*columns, console=PlainConsole(stderr=True)) as bar:
         task = bar.add_task("", total=total, left=total)
 
         def tell(what: str, done: int, left: int) -> None:
@@ -77,4 +78,4 @@ def write_json(target: str | None, content: dict[str, Any]) -> None:
     if target == STDOUT:
         print(text)
     else:
-        Path(target).write_text(text + "\n", encoding="utf-8")
+        write_at_once(Path(target), f"{text}\n".encode())

@@ -119,7 +119,7 @@ def compile(
     [True]
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch Module, and is a {type(model).__name__}")
+        raise TypeError(f"model must be a torch Module, and is of type {type(model).__name__}")
     session = Session(budget, planner, lower, dict(options or {}), model, optimizer)
     how: dict[str, Any] = {"dynamic": dynamic, "fullgraph": fullgraph}
     compiled = torch.compile(model, backend=_backend_of(session), **how)

@@ -41,9 +41,22 @@ def simplify_masks(module: fx.GraphModule) -> None:
                 node.update_kwarg("attn_mask", made[mask])
             else:
                 node.update_arg(_MASK_ARGUMENT, made[mask])
+    for mask in made:
+        _erase_unused(graph, mask)
     if made:
-        graph.eliminate_dead_code()
         module.recompile()
+
+
+def _erase_unused(graph: fx.Graph, node: fx.Node) -> None:
+    """Erase a mask that nothing reads, and what only it was computed from.
+
+    Not all dead code: to FX, a method that changes a buffer in place is dead.
+    """
+    if not node.users and node.target in _CONSTANT_CALLS.get(node.op, ()):
+        read = node.all_input_nodes
+        graph.erase_node(node)
+        for each in read:
+            _erase_unused(graph, each)
 
 
 def _simplified(graph: fx.Graph, mask: fx.Node) -> fx.Node | None:

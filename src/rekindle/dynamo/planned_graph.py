@@ -8,6 +8,7 @@ from html import escape
 from pathlib import Path
 
 from rekindle.core.cost.profile import Profile
+from rekindle.core.files import write_at_once
 from rekindle.core.graph.graph import Phase, StepGraph
 from rekindle.core.graph.schedule import Plan
 from rekindle.core.graph.simulate import Trace, simulate
@@ -95,7 +96,8 @@ def write_report(path: Path, graphs: Sequence[PlannedGraph]) -> None:
         page = path.with_name(f"{path.stem}-{number}{path.suffix}")
         _write_one(page, graph)
         rows.append(_row(number, page.name, graph))
-    path.write_text(_PAGE.format(count=len(graphs), rows="\n".join(rows)), encoding="utf-8")
+    listed = _PAGE.format(count=len(graphs), rows="\n".join(rows))
+    write_at_once(path, listed.encode(errors="backslashreplace"))
 
 
 def _write_one(path: Path, planned: PlannedGraph) -> None:

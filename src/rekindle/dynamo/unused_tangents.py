@@ -18,6 +18,7 @@ from rekindle.dynamo import aot
 from rekindle.dynamo.fusion import CASTS, NodeKind, node_kind
 
 aten = torch.ops.aten
+_LAYOUTS = {torch.contiguous_format: None, torch.channels_last: 4, torch.channels_last_3d: 5}
 
 
 def unused_tangents(graph: fx.Graph) -> list[fx.Node]:
@@ -43,7 +44,7 @@ def without_tangents(module: fx.GraphModule, names: set[str]) -> fx.GraphModule:
     for node in module.graph.find_nodes(op="placeholder"):
         if node.name in names:
             for total, other in _sums(copied[node]).items():
-                total.replace_all_uses_with(other)
+                total.replace_all_uses_with(_in_layout_of(total, other))
             _erase(made, copied[node])
     found = fx.GraphModule(module, made)
     found.meta = dict(module.meta)
@@ -123,8 +124,40 @@ def _sums(node: fx.Node) -> dict[fx.Node, fx.Node]:
     return found
 
 
+def _in_layout_of(total: fx.Node, other: fx.Node) -> fx.Node:
+    """The other summand of a sum; as a copy, if its strides are not the sum's.
+
+    Kernels add up in an order that depends on strides.
+    """
+    layout = _copied_layout(total, other)
+    if layout is None:
+        return other
+    with total.graph.inserting_before(total):
+        made = total.graph.call_function(aten.clone.default, (other,), {"memory_format": layout})
+    made.meta = dict(total.meta)
+    return made
+
+
+def _copied_layout(total: fx.Node, other: fx.Node) -> torch.memory_format | None:
+    """The layout that a copy of a summand needs to have a sum's strides; None if no copy is needed.
+
+    `preserve_format` if no layout gives these strides.
+    """
+    wanted, given = total.meta["val"], other.meta["val"]
+    if given.stride() == wanted.stride():
+        return None
+    for layout, n_dims in _LAYOUTS.items():
+        is_possible = n_dims in (None, wanted.dim())
+        if is_possible and given.clone(memory_format=layout).stride() == wanted.stride():
+            return layout
+    return torch.preserve_format
+
+
 def _other_summand(total: fx.Node, node: fx.Node) -> fx.Node | None:
-    """The node that a sum adds to another one, if it has the sum's shape and dtype."""
+    """The node that a sum adds to another one, if it has the sum's shape and dtype.
+
+    And if it has the sum's strides, or a copy can have them.
+    """
     if total.target is not aten.add.Tensor or total.kwargs:
         return None
     others = [each for each in total.args if isinstance(each, fx.Node) and each is not node]
@@ -136,6 +169,7 @@ def _other_summand(total: fx.Node, node: fx.Node) -> fx.Node | None:
         and isinstance(total_val, torch.Tensor)
         and other_val.shape == total_val.shape
         and other_val.dtype == total_val.dtype
+        and _copied_layout(total, others[0]) is not torch.preserve_format
     )
     return others[0] if is_alike else None
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class EngineInfo:
     """What runs a step, and why: `step.engine_info`.
 
-    `name` is "python" (generated code) or "cudagraph"; `reason` says why CUDA graphs are not used
-    although they were asked for. `is_compiled` says that Inductor compiled the ops between matrix
+    `name` is "python" (generated code) or "cudagraph"; `reason` says why CUDA graphs or
+    the compiler are not used. `is_compiled` says that Inductor compiled the ops between matrix
     products, in `n_compiled` distinct functions. The rest is about CUDA graphs: how many were
     captured so far, whether one of them holds the optimizer, whether they were captured at planned
     addresses in one arena, and the peak of the capture.

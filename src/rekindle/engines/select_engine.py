@@ -52,7 +52,9 @@ class EngineFactory:
             self._compiler = self._new_compiler()
         if name != "python" and device.type == "cuda":
             self._recorder = CudaGraphRecorder(device)
-        elif name == "cudagraph":
+        elif name == "python":
+            self._graphs_reason = 'engine="python" was asked for'
+        else:
             self._without_graphs(f"the model is on the {device.type}")
 
     def prepare(self, recording: Recording) -> Recording:

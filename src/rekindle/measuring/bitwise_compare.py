@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from rekindle.core.graph.comparison import Comparison
+from rekindle.errors import RekindleError
 from rekindle.measuring.meters import peak_bytes
 from rekindle.measuring.timing import resident_tensors
 from rekindle.torch_internals import pytree
@@ -63,6 +64,8 @@ def compare(
     the step that `unplanned` returns, which is compiled, too, and recomputes nothing. If anything
     differs, the plain training is run once more, to see whether it is deterministic at all.
     """
+    if type(steps) is not int or steps < 1:
+        raise RekindleError(f"steps must be a whole number of at least 1, and is {steps!r}")
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
 
     def trained(prepare: Callable[..., Any] | None, stage: str) -> _Training:

@@ -14,6 +14,7 @@ import os
 import platform
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -158,13 +159,13 @@ def _cache_path(graph: StepGraph, device: str, versions: Mapping[str, str]) -> P
 
 def _load_cached(graph: StepGraph, device: str, versions: Mapping[str, str]) -> Profile | None:
     """The cached profile of a graph on a device; None if there is none or it does not match."""
-    path = _cache_path(graph, device, versions)
     try:
+        path = _cache_path(graph, device, versions)
         if not path.exists():
             return None
         profile = load_profile(path).profile
-    except (ProfileError, OSError) as error:
-        log.warning("ignoring a cached profile: %s", error)
+    except (ProfileError, OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
+        _warn_once(f"ignoring a cached profile: {error}")
         return None
     found = (profile.fingerprint, profile.device, dict(profile.versions))
     if found != (graph.fingerprint, device, dict(versions)):
@@ -174,13 +175,18 @@ def _load_cached(graph: StepGraph, device: str, versions: Mapping[str, str]) -> 
 
 
 def _save_cached(graph: StepGraph, profile: Profile) -> None:
-    """Write a profile to the cache; if that fails, log a warning."""
-    path = _cache_path(graph, profile.device, profile.versions)
+    """Write a profile to the cache; if that fails, warn: a full disk stops no training."""
     try:
+        path = _cache_path(graph, profile.device, profile.versions)
         path.parent.mkdir(parents=True, exist_ok=True)
         save_profile(path, graph, profile, {})
-    except OSError as error:
-        log.warning("could not cache the profile: %s", error)
+    except (OSError, RuntimeError) as error:
+        _warn_once(f"could not cache the profile: {error}")
+
+
+@cache
+def _warn_once(text: str) -> None:
+    log.warning(text)
 
 
 @dataclass

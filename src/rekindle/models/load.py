@@ -168,7 +168,7 @@ def _to_workload(spec: str, returned: Any, asked: dict[str, Any]) -> Workload:
 
 def _what_is_wrong(returned: Any) -> str | None:
     if not isinstance(returned, tuple | list):
-        return f"it returned {_a(returned)}"
+        return "it returned None" if returned is None else f"its result is {_a(returned)}"
     if len(returned) != 4:
         kinds = ", ".join(type(item).__name__ for item in returned)
         return f"it returned {len(returned)} things: ({kinds})"

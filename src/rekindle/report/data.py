@@ -37,7 +37,7 @@ _NAMES = {"nbytes": "bytes", "kind": "operator", "count": "storages"}
 
 def write_csv(path: Path, summary: Summary) -> None:
     """Write one line per op of the plain step, with a header."""
-    with path.open("w", encoding="utf-8", newline="") as file:
+    with path.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
         writer = csv.DictWriter(file, _OP_COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(_op_rows(summary))

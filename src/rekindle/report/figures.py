@@ -103,7 +103,8 @@ def new_figure(title: str, size_inches: tuple[float, float]) -> Any:
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
     figure = Figure(figsize=size_inches, dpi=DPI, facecolor="white", layout=layout)
     FigureCanvasAgg(figure)
-    figure.suptitle(title, x=0.01, ha="left", fontsize=14, fontweight="bold", color=INK)
+    style = {"fontsize": 14, "fontweight": "bold", "color": INK}
+    figure.suptitle(title, x=0.01, ha="left", parse_math=False, **style)
     return figure
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rekindle.core.files import write_at_once
 from rekindle.core.graph.graph import Phase
 from rekindle.core.graph.schedule import Plan
 from rekindle.core.graph.simulate import Trace
@@ -75,7 +76,8 @@ def write_html(path: Path, summary: Summary, *, layout: Layout | None = None) ->
         "data": _embedded(data),
         "script": "".join(_asset(name) for name in _SCRIPTS),
     }
-    path.write_text(_filled(_asset("page.html"), filled), encoding="utf-8")
+    page = _filled(_asset("page.html"), filled)
+    write_at_once(path, page.encode(errors="backslashreplace"))
 
 
 def _content(summary: Summary) -> dict[str, str]:

@@ -25,7 +25,7 @@ DONE, OUT_OF_MEMORY, FAILED = "done", "out of memory", "failed"
 """The status of a case."""
 INFEASIBLE = "InfeasibleBudget"
 
-_NAMES = {
+WAY_NAMES = {
     PLAIN: "plain",
     PLANNED: "Rekindle",
     CHECKPOINT: "checkpoint every block",
@@ -49,9 +49,9 @@ _GROUP_WIDTH = 0.84  # of the distance between batch sizes
 _MOST_FLAT_LABELS = 20  # with more bars, labels are upright
 _FAR_ABOVE_RATIO = 2.0  # a cap this many times as high as the bars is not shown
 _LOGARITHMIC_RATIO = 8.0  # from the smallest to the largest batch size
-_MOST_NAMES = 7  # per row of a legend
+_MOSTWAY_NAMES = 7  # per row of a legend
 _WHITE_BOX = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
-_LAST_NAMES = ("forecast", "cap", "does not fit")  # in a legend
+_LASTWAY_NAMES = ("forecast", "cap", "does not fit")  # in a legend
 
 Record = Mapping[str, Any]
 
@@ -92,7 +92,7 @@ def label_of(way: str, setting: str | float | None) -> str:
     >>> label_of("planned", "60%"), label_of("compile", 0.5), label_of("plain", None)
     ('Rekindle, 60%', 'torch.compile, 0.5', 'plain')
     """
-    return _NAMES[way] if setting is None else f"{_NAMES[way]}, {setting}"
+    return WAY_NAMES[way] if setting is None else f"{WAY_NAMES[way]}, {setting}"
 
 
 def setting_of(case: Mapping[str, Any]) -> str | float | None:
@@ -536,9 +536,9 @@ def _short(number: float) -> str:
 def _add_legend(figure: Any, axes: Any) -> None:
     """A legend below the figure: ways first, then the other marks."""
     handles, labels = axes.get_legend_handles_labels()
-    last = [label.startswith(_LAST_NAMES) for label in labels]
+    last = [label.startswith(_LASTWAY_NAMES) for label in labels]
     order = sorted(range(len(labels)), key=lambda place: last[place])
-    rows = -(-len(labels) // _MOST_NAMES) or 1
+    rows = -(-len(labels) // _MOSTWAY_NAMES) or 1
     figure.legend(
         [handles[place] for place in order],
         [labels[place] for place in order],

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.measure import Measurement
 from rich.padding import Padding
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -18,6 +20,42 @@ WIDE_COLUMNS = 100
 """The terminal width from which tables stand side by side and show every column."""
 ABSENT = "–"
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
+
+
+class PlainTable(Table):
+    """A table whose cells are text, and not rich's markup: names may hold brackets."""
+
+    def add_row(self, *cells: RenderableType | None, **options: Any) -> None:
+        """Add a row."""
+        super().add_row(*(Text(c) if isinstance(c, str) else c for c in cells), **options)
+
+
+class PlainConsole(Console):
+    """A console that prints text as it is, without markup, and control characters as a sign.
+
+    Names of modules and files may hold anything, escape codes of terminals included.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"markup": False, "emoji": False, "highlight": False, **options})
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        """The segments of something to print."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=printable(segment.text))
+
+
+def printable(text: str) -> str:
+    """The text with a sign in place of each character that may control a terminal.
+
+    >>> printable("conv\\x1b[2J 1")
+    'conv�[2J 1'
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
 
 
 class Shortened:
@@ -62,7 +100,7 @@ def bar(share: float, width: int) -> str:
 
 def new_table(*numbers: str, label: str | None = None) -> Table:
     """A table with a rule under its head: a column of labels, if any, and columns of numbers."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    table = PlainTable(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
     if label is not None:
         table.add_column(label, no_wrap=True)
     add_numbers(table, *numbers)
@@ -77,7 +115,7 @@ def add_numbers(table: Table, *columns: str) -> None:
 
 def new_grid() -> Table:
     """A grid of labels and what they label."""
-    grid = Table.grid(padding=(0, 2))
+    grid = PlainTable.grid(padding=(0, 2))
     grid.add_column(no_wrap=True)
     grid.add_column()
     return grid

@@ -7,7 +7,6 @@ written in parts: what a process has saved before it is stopped is its answer.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -15,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from rekindle.core import files
 
 Json = dict[str, Any]
 Save = Callable[[Json], None]
@@ -97,15 +98,13 @@ def serve(answer: Callable[[Json, Save], Json]) -> None:
 
 def write_atomically(path: Path, content: Mapping[str, Any]) -> None:
     """Write JSON so that the file exists as a whole, or not at all."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    unfinished.replace(path)
+    files.write_at_once(path, f"{json.dumps(content, indent=1)}\n".encode())
 
 
 def read_json(path: Path) -> Json | None:
     """The object in a JSON file; None if there is none."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = files.read_json(path)
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None

@@ -30,6 +30,7 @@ import torch
 import rekindle
 from rekindle import models
 from rekindle.captured_step import TrainStep
+from rekindle.core.files import in_one_line
 from rekindle.engines.select_engine import check_engine
 from rekindle.errors import InfeasibleBudget, ReportError
 from rekindle.measuring.measure import device_name
@@ -39,6 +40,7 @@ from rekindle.models.workload import check_settings
 from rekindle.models.zoo.catalog import find
 from rekindle.planners.registry import find_planner
 from rekindle.report.data import JSON_SCHEMA
+from rekindle.report.sweep_check import check_record, check_sweep
 from rekindle.report.sweep_report import (
     CHECKPOINT,
     COMPILE,
@@ -222,6 +224,10 @@ def _kept(folder: Path, case: Case) -> Record | None:
     record = read_json(folder / _CASES / case.file_name)
     if record is None or record.get("case") != asdict(case):
         return None
+    try:
+        check_record(record)
+    except (ValueError, KeyError, TypeError):
+        return None  # damaged: it runs again
     return None if record["status"] == FAILED else record
 
 
@@ -232,6 +238,11 @@ def read_sweep(folder: Path) -> dict[str, Any]:
     if not isinstance(cases, list) or not cases:
         message = f"there is no sweep in {folder}: run one with rekindle sweep MODEL first."
         raise ReportError(message)
+    try:
+        check_sweep(found)
+    except (ValueError, KeyError, TypeError) as error:
+        path, problem = folder / SWEEP_FILE, in_one_line(error)
+        raise ReportError(f"{path} is not a sweep, or is damaged ({problem}).") from error
     return found
 
 

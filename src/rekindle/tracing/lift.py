@@ -11,7 +11,7 @@ from torch import fx
 from rekindle.core.graph.graph import Op, Phase, Role, StepGraph
 from rekindle.passes.graph_builder import GraphBuilder
 from rekindle.torch_internals import OpOverload
-from rekindle.tracing import operators
+from rekindle.tracing import operators, same_bits
 from rekindle.tracing.tape import Call, EntryKind, OptimizerCall, Recording, run_optimizer
 
 _ROLE = {
@@ -98,7 +98,7 @@ class _Lift(GraphBuilder):
         )
 
     def _may_overwrite(self, call: Call) -> tuple[int, ...]:
-        """The inputs whose storage the operator can write its result to."""
+        """The inputs whose storage the operator can write its result to, with the same bits."""
         target = call.node.target
         if not isinstance(target, OpOverload) or len(call.results) != 1 or call.writes:
             return ()
@@ -110,6 +110,11 @@ class _Lift(GraphBuilder):
                 return ()
             inputs = [node for node in inputs if node is call.node.args[0]]
         result = metas[call.results[0]]
+        given = fx.map_arg((call.node.args, dict(call.node.kwargs)), metas.__getitem__)
+        form = same_bits.form_of(target, *given, result.dtype)
+        device = self.tape.storages[result.storage].device
+        if not same_bits.is_same(form, device, same_bits.overwrites_exactly):
+            return ()
         storages = [metas[node].storage for node in call.node.all_input_nodes]
         return tuple(
             self.value_of[node]

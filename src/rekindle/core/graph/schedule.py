@@ -88,6 +88,9 @@ class Plan:
                 f"({graph.fingerprint}): plan again with rekindle.plan(graph, profile, budget=…)."
             )
         check(graph, self.schedule)
+        for decision in self.decisions:
+            if not 0 <= decision.storage < len(graph.storages):
+                raise PlanError(f"the plan has a decision about storage {decision.storage}: none.")
 
     def _facts(self) -> dict[str, object]:
         dropped = sum(not decision.is_kept for decision in self.decisions)

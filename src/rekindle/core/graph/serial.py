@@ -7,22 +7,21 @@ graph.
 
 from __future__ import annotations
 
-import gzip
 import json
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rekindle.core.cost.profile import OpCost, Profile
+from rekindle.core.files import compressed, in_one_line, read_json, write_at_once
 from rekindle.core.graph.graph import Op, Phase, Role, Source, StepGraph, Storage, Value
 from rekindle.core.graph.schedule import Compute, Decision, Free, Instruction, Plan, Schedule
+from rekindle.core.graph.validate import check_about, check_graph, check_plan, check_profile
 from rekindle.errors import PlanError, ProfileError, RekindleError
 
 SCHEMA = 1
 SAVED_SUFFIX = ".json.gz"
-_GZIP_MAGIC = b"\x1f\x8b"
 
 
 class SavedProfile(NamedTuple):
@@ -71,10 +70,10 @@ def graph_to_json(graph: StepGraph) -> dict[str, Any]:
 
 
 def graph_from_json(data: dict[str, Any]) -> StepGraph:
-    """The graph that `graph_to_json` wrote."""
+    """The graph that `graph_to_json` wrote; ValueError, KeyError or TypeError if it is none."""
     sources = [Source(*source) for source in data["sources"]]
     targets = data["targets"]
-    return StepGraph(
+    graph = StepGraph(
         ops=tuple(_op(index, row, targets, sources) for index, row in enumerate(data["ops"])),
         values=tuple(
             Value(index, name, storage, tuple(shape), dtype, producer)
@@ -86,6 +85,8 @@ def graph_from_json(data: dict[str, Any]) -> StepGraph:
         ),
         outputs=tuple(data["outputs"]),
     )
+    check_graph(graph)
+    return graph
 
 
 def _op(index: int, row: list[Any], targets: list[str], sources: list[Source]) -> Op:
@@ -93,7 +94,7 @@ def _op(index: int, row: list[Any], targets: list[str], sources: list[Source]) -
     return Op(
         index=index,
         name=name,
-        target=targets[target],
+        target=_item(targets, target),
         phase=Phase[phase],
         inputs=tuple(inputs),
         outputs=tuple(outputs),
@@ -101,11 +102,17 @@ def _op(index: int, row: list[Any], targets: list[str], sources: list[Source]) -
         is_random=bool(is_random),
         is_view=bool(is_view),
         flops=flops,
-        source=sources[source],
-        copy_target=targets[rest[0]] if rest and rest[0] is not None else "",
+        source=_item(sources, source),
+        copy_target=_item(targets, rest[0]) if rest and rest[0] is not None else "",
         may_overwrite=tuple(rest[1]) if len(rest) > 1 else (),
         members=tuple(rest[2]) if len(rest) > 2 else (),
     )
+
+
+def _item(items: list[Any], number: int) -> Any:
+    if number < 0:
+        raise ValueError("a number of a target or source is negative")
+    return items[number]
 
 
 def profile_to_json(profile: Profile) -> dict[str, Any]:
@@ -139,7 +146,9 @@ def profile_from_json(data: dict[str, Any]) -> Profile:
         OpCost(us, workspace, bool(measured), *copy_us)
         for us, workspace, measured, *copy_us in fields.pop("costs")
     )
-    return Profile(costs=costs, **fields)
+    profile = Profile(costs=costs, **fields)
+    check_profile(profile)
+    return profile
 
 
 def save_profile(path: Path, graph: StepGraph, profile: Profile, about: dict[str, Any]) -> None:
@@ -158,6 +167,7 @@ def load_profile(path: Path) -> SavedProfile:
     """Read what `save_profile` wrote; a damaged or unrelated file raises ProfileError."""
     how = "rekindle profile MODEL --save FILE"
     with _read(path, "profile", ProfileError, how) as data:
+        check_about(data["about"])
         graph = graph_from_json(data["graph"])
         profile = profile_from_json(data["profile"])
         if profile.fingerprint != graph.fingerprint or len(profile.costs) != len(graph.ops):
@@ -183,20 +193,21 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
 
 def plan_from_json(data: dict[str, Any]) -> Plan:
     """The plan that `plan_to_json` wrote."""
-    bound_us = data["bound_us"]
-    return Plan(
-        planner=str(data["planner"]),
-        fingerprint=str(data["fingerprint"]),
-        budget_bytes=int(data["budget_bytes"]),
+    plan = Plan(
+        planner=data["planner"],
+        fingerprint=data["fingerprint"],
+        budget_bytes=data["budget_bytes"],
         schedule=_instructions(data["schedule"]),
         decisions=tuple(
-            Decision(int(storage), bool(is_kept), int(freed), float(added_us), str(reason))
+            Decision(storage, bool(is_kept), freed, added_us, reason)
             for storage, is_kept, freed, added_us, reason in data["decisions"]
         ),
-        peak_bytes=int(data["peak_bytes"]),
-        recompute_us=float(data["recompute_us"]),
-        bound_us=None if bound_us is None else float(bound_us),
+        peak_bytes=data["peak_bytes"],
+        recompute_us=data["recompute_us"],
+        bound_us=data["bound_us"],
     )
+    check_plan(plan)
+    return plan
 
 
 def save_plan(path: str | Path, plan: Plan) -> None:
@@ -217,21 +228,21 @@ def load_plan(path: str | Path) -> Plan:
 def _read(path: Path, what: str, error: type[RekindleError], how: str) -> Iterator[dict[str, Any]]:
     """The content of a file; if it is missing or damaged, the error says how to save it."""
     try:
-        content = path.read_bytes()
-        if content.startswith(_GZIP_MAGIC):
-            content = gzip.decompress(content)
-        data: dict[str, Any] = json.loads(content.decode())
+        data = read_json(path)
+        if not isinstance(data, dict) or "schema" not in data:
+            raise ValueError("it has no schema")
         if data["schema"] != SCHEMA:
             raise error(
-                f"{path} has schema {data['schema']}, and this version reads {SCHEMA}: "
-                f"save the {what} again with {how}."
+                f"{path} has schema {in_one_line(data['schema'])}, and this version reads "
+                f"{SCHEMA}: save the {what} again with {how}."
             )
         yield data
     except FileNotFoundError:
         raise error(f"there is no file {path}") from None
-    except (OSError, EOFError, ValueError, KeyError, TypeError, IndexError, zlib.error) as cause:
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as cause:
         raise error(
-            f"{path} is not a saved {what}, or is damaged ({cause}): save it again with {how}."
+            f"{path} is not a saved {what}, or is damaged ({in_one_line(cause)}): save it again "
+            f"with {how}."
         ) from cause
 
 
@@ -263,15 +274,7 @@ def _instructions(numbers: list[int]) -> Schedule:
 
 def _write(path: Path, data: dict[str, Any], *, is_compressed: bool) -> None:
     text = json.dumps(data, separators=(",", ":")).encode()
-    # A temporary file first, so that an interrupted write leaves no half file; mtime=0: same bytes.
-    temporary = path.with_name(path.name + ".part")
-    with temporary.open("wb") as raw:
-        if is_compressed:
-            with gzip.GzipFile("", "wb", mtime=0, fileobj=raw) as file:
-                file.write(text)
-        else:
-            raw.write(text)
-    temporary.replace(path)
+    write_at_once(path, compressed(text) if is_compressed else text)
 
 
 def _portable(filename: str) -> str:
