@@ -47,5 +47,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
+def _own_profiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test uses what another has measured."""
+    monkeypatch.setattr("rekindle.measuring.measure._recent", {})
+
+
+@pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)

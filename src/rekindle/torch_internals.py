@@ -120,8 +120,6 @@ engine_run_backward = torch.autograd.graph._engine_run_backward
 set_version_counter = torch._C._autograd._unsafe_set_version_counter
 # The profiler's memory events, which the public `key_averages` sums up.
 EventType = torch._C._profiler._EventType
-# Whether a profiler runs: a second one would end it.
-profiler_enabled = torch._C._autograd._profiler_enabled
 # Multi-tensor kernels, which have no public form.
 foreach_copy_ = torch._foreach_copy_
 foreach_add_ = torch._foreach_add_

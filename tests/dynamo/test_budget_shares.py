@@ -224,5 +224,5 @@ def test_what_no_graph_leaves_room_for_is_refused() -> None:
 
 
 def test_what_is_no_model_is_refused() -> None:
-    with pytest.raises(TypeError, match="must be a torch Module, and is a function"):
+    with pytest.raises(TypeError, match="must be a torch Module, and is of type function"):
         dynamo.compile(lambda x: x, budget="50%")  # type: ignore[arg-type]

@@ -191,6 +191,8 @@ class AtLine(Traced):
 def interrupted_at_lines(trial: Trial, *, every: int = 1) -> dict[str, set[str]]:
     """Interrupt steps at lines of the code around and in the optimizer; by outcome, which."""
     files = ("captured_step.py", "engines/program.py", "tracing/undo.py", *AtLine.EACH_TIME)
+    for _ in range(3):  # the first steps under a budget are measured: they run other lines
+        trial.train()
     with AtLine(*files) as lines:
         trial.step(trial.batch)
     assert trial.outcome() == AFTER

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-import unittest
 import warnings
 from collections.abc import Callable, Iterator
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,16 +13,11 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rekindle.tracing import kernel_check, operators
-
-if importlib.util.find_spec("expecttest") is None:  # of which torch's samples use the class only
-    sys.modules["expecttest"] = ModuleType("expecttest")
-    sys.modules["expecttest"].TestCase = unittest.TestCase  # type: ignore[attr-defined]
-
-from torch.testing._internal.common_methods_invocations import op_db
 
 OPERATORS = list(op_db)
 REFUSED = (

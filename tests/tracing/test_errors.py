@@ -482,6 +482,7 @@ def test_value_read_in_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_advice_for_what_reads_the_value(kind: str) -> None:
     """Parts of torch that read values have a switch, or something in their place."""
     scaler = torch.amp.GradScaler("cpu")
+    torch.distributions.Distribution.set_default_validate_args(True)  # libraries switch it off
 
     def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> Any:
         loss = loss_of(model, batch)

@@ -138,4 +138,5 @@ class EngineFactory:
 
     def _without_graphs(self, reason: str) -> None:
         self._graphs_reason = f"running without CUDA graphs: {reason}"
-        log.info("%s", self._graphs_reason)
+        if self._device.type == "cuda":
+            log.info("%s", self._graphs_reason)

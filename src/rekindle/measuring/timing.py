@@ -14,7 +14,8 @@ from torch import nn
 
 from rekindle.core.notebook import html_table, one_line
 from rekindle.measuring.meters import CpuWatch, cuda_samples_us, peak_bytes
-from rekindle.torch_internals import profiler_enabled, pytree
+from rekindle.torch_internals import is_profiler_enabled, pytree
+from rekindle.tracing.capture_thread import capture_lock
 from rekindle.units import format_bytes, format_us
 
 log = logging.getLogger("rekindle")
@@ -96,7 +97,7 @@ class PeakMonitor:
         """True if the device's allocations can be counted."""
         if self._device is None or self._device.type != "cpu":
             return self._device is not None and self._device.type == "cuda"
-        return self._resident is not None and (self._watch is not None or not profiler_enabled())
+        return self._resident is not None and (self._watch is not None or not is_profiler_enabled())
 
     def start(self) -> None:
         """Begin watching: forget earlier peaks."""
@@ -105,7 +106,7 @@ class PeakMonitor:
         assert self._device is not None
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
-        else:
+        elif capture_lock.acquire(blocking=False):  # else another thread is measuring
             assert self._resident is not None
             self._watch = CpuWatch(self._resident())
 
@@ -113,7 +114,10 @@ class PeakMonitor:
         """The peak since `start`; None where nothing is counted."""
         if self._watch is not None:
             watch, self._watch = self._watch, None
-            return watch.stop()
+            try:
+                return watch.stop()
+            finally:
+                capture_lock.release()
         on_gpu = self._device is not None and self._device.type == "cuda"
         return torch.cuda.max_memory_allocated(self._device) if on_gpu else None
 

@@ -100,6 +100,11 @@ class ThreadPatches:
 _installed: list[Patch] = []
 
 
+def is_replacement(value: Any) -> bool:
+    """True for a function that a capture has put in place of another."""
+    return any(value is patch.wrapper for patch in _installed)
+
+
 def _install(owner: Any, name: str, mode: TorchDispatchMode, function: Callable[..., Any]) -> Patch:
     with _registry_lock:
         for patch in _installed:

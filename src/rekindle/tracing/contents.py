@@ -119,10 +119,11 @@ class Attributes(Items):
     ) -> None:
         self.attributes = attributes
         self.names = names
+        self.ignored: set[str] = set()
         super().__init__(path, owner)
 
     def is_identical(self, last: Mapping[Any, Any]) -> bool:
-        if self.names is None or len(self.names) < len(self.attributes):
+        if self.names is None or self.ignored or len(self.names) < len(self.attributes):
             return super().is_identical(last)
         attributes = self.attributes
         if not all(attributes.get(key, ABSENT) is value for key, value in last.items()):
@@ -130,11 +131,13 @@ class Attributes(Items):
         return len(self.names.intersection(attributes)) == len(last)
 
     def read(self) -> Mapping[Any, Any]:
-        if self.names is None:
+        if self.names is None and not self.ignored:
             return self.attributes  # type: ignore[no-any-return]
-        if len(self.names) < len(self.attributes):
-            return {k: self.attributes[k] for k in self.names if k in self.attributes}
-        return {k: v for k, v in self.attributes.items() if k in self.names}
+        names = set(self.attributes) if self.names is None else self.names
+        names = names - self.ignored if self.ignored else names
+        if len(names) < len(self.attributes):
+            return {k: self.attributes[k] for k in names if k in self.attributes}
+        return {k: v for k, v in self.attributes.items() if k in names}
 
     def label(self, key: Any) -> str:
         return f"{self.path}.{key}" if self.path else str(key)
@@ -291,7 +294,8 @@ class TensorPlace(NamedTuple):
 def is_live(content: Content) -> bool:
     """True if `read` returns the user's dict itself."""
     if isinstance(content, Attributes):
-        return content.names is None and isinstance(content.attributes, dict)
+        is_whole = content.names is None and not content.ignored
+        return is_whole and isinstance(content.attributes, dict)
     return isinstance(content, Items) and type(content.owner) in _PLAIN_DICTS
 
 

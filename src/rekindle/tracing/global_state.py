@@ -54,8 +54,8 @@ def global_state() -> Hashable:
 
 
 def _counts(hook: Any) -> bool:
-    """False for a hook of a capture, which another thread may be making."""
-    return not getattr(hook, "__module__", "").startswith("rekindle.")
+    """False for hooks that only observe: torch's own, and those of captures in other threads."""
+    return not (getattr(hook, "__module__", None) or "").startswith(("rekindle.", "torch."))
 
 
 def _mode_key(mode: Any) -> Hashable:

@@ -29,7 +29,7 @@ from rekindle.torch_internals import (
 )
 from rekindle.tracing.capture_thread import Patch, ThreadPatches
 from rekindle.tracing.preconditions import DRAWS, SEEDS
-from rekindle.tracing.recorder import Recorder
+from rekindle.tracing.recorder import Recorder, is_dispatching
 
 
 @contextmanager
@@ -106,8 +106,8 @@ class _Quiet:
         return self._patches.is_active and text.startswith(_DATA_POINTER_WARNING)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """True if a message is logged."""
-        return not self._patches.is_active
+        """True if a message is logged: none that comes while an operator of a capture is called."""
+        return not self._patches.is_active and not is_dispatching()
 
     def __enter__(self) -> None:
         self._logger.addFilter(self)

@@ -40,6 +40,7 @@ import torch
 from torch import nn
 
 from rekindle.core.identity import IdentityDict, IdentitySet
+from rekindle.tracing.capture_thread import is_replacement
 from rekindle.tracing.code_names import (
     CodeNames,
     is_noted,
@@ -238,7 +239,11 @@ class PythonState:
         """Note attributes of a content whose names have just become relevant."""
         for name in names:
             if name in content.attributes and name not in content.before:
-                content.before[name] = value = content.attributes[name]
+                value = content.attributes[name]
+                if is_replacement(value):  # of a capture, for its own time
+                    content.ignored.add(name)
+                    continue
+                content.before[name] = value
                 self._visit_entry(content, name, value)
 
     def _enter_function(self, function: types.FunctionType) -> None:
@@ -353,6 +358,8 @@ class PythonState:
                 pass  # see `_note_chain`
             case np.ndarray():
                 self._visit_array(path, value)
+            case random.Random() | np.random.RandomState() if is_global_generator(value):
+                pass  # what the step draws of it is refused, see `intercept`
             case random.Random() | np.random.Generator() | np.random.RandomState():
                 self._add(RandomState(path, value))
             case tuple():
@@ -402,7 +409,11 @@ class PythonState:
         if names is self._names:
             self._filtered.append(content)
         for key, value in list(content.before.items()):
-            self._visit_entry(content, key, value)
+            if is_replacement(value):
+                content.ignored.add(key)
+                del content.before[key]
+            else:
+                self._visit_entry(content, key, value)
 
     def _visit_class(self, cls: type) -> None:
         """Note attributes of a class of the user or a library, and its functions."""
@@ -533,6 +544,12 @@ def _slots(cls: type) -> dict[str, Any]:
             names = (declared,) if isinstance(declared, str) else tuple(declared)
             found |= {name: vars(each)[name] for name in names if name in vars(each)}
     return found
+
+
+def is_global_generator(value: Any) -> bool:
+    """True for the generators behind the functions of `random` and `np.random`."""
+    of_functions = (random.random, np.random.random)
+    return any(value is getattr(function, "__self__", None) for function in of_functions)
 
 
 def holder_of(tensor: torch.Tensor) -> str:

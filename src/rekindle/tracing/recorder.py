@@ -48,6 +48,14 @@ from rekindle.tracing.tape import Call, Entry, EntryKind, Meta, StorageMeta, Tap
 aten = torch.ops.aten
 
 
+_dispatching = threading.local()
+
+
+def is_dispatching() -> bool:
+    """True while a capture in this thread calls an operator, where its dispatch mode is off."""
+    return bool(getattr(_dispatching, "depth", 0))
+
+
 class Recorder(TorchDispatchMode):
     """The dispatch mode that writes the tape; enter it above its `FakeTensorMode`.
 
@@ -127,9 +135,12 @@ class Recorder(TorchDispatchMode):
         self.before_op()
         profile = sys.getprofile()  # notes the user's functions, of which none runs in here
         sys.setprofile(None)
+        depth = getattr(_dispatching, "depth", 0)
+        _dispatching.depth = depth + 1
         try:
             return self._dispatch(func, args, kwargs)
         finally:
+            _dispatching.depth = depth
             sys.setprofile(profile)
 
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
