@@ -21,7 +21,7 @@ define venv
        && $(PYTHON) -m pip --python $(1)/bin/python install --quiet pip; }
 endef
 
-.PHONY: setup demo test test-all fuzz lint typecheck test-newest matrix bench experiments clean
+.PHONY: setup demo test test-all exhaustive fuzz lint typecheck test-newest matrix bench experiments clean
 
 setup: .venv/.stamp
 
@@ -30,11 +30,15 @@ demo: setup
 
 # What must pass before a change goes in, in a few minutes.
 test: lint typecheck
-	$(PYTEST) $(PY) -m pytest -n 2 --durations=10 -m "not slow"
+	$(PYTEST) $(PY) -m pytest -n 2 --durations=10 -m "not slow and not exhaustive"
 
 # And the tests that take seconds each. CI runs this.
 test-all: test
 	$(PYTEST) $(PY) -m pytest -n 2 --durations=10 -m slow
+
+# All of what other tests sample: every operator, the whole table of forms, every line. An hour.
+exhaustive: setup
+	$(PYTEST) $(PY) -m pytest -n 2 --durations=10 -m exhaustive
 
 # The tests with generated examples, on examples that no run has seen.
 fuzz: setup
@@ -50,7 +54,7 @@ typecheck: setup
 
 # Delete .venv-newest/.stamp to look for newer releases.
 test-newest: .venv-newest/.stamp
-	$(PYTEST) $(PY_NEWEST) -m pytest -n 2
+	$(PYTEST) $(PY_NEWEST) -m pytest -n 2 -m "not exhaustive"
 
 # Public models x budgets, bit for bit; resumable, hours in all. Two parts at once: python -m benchmarks.matrix --part 1/2
 matrix: setup

@@ -59,7 +59,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning")
 @pytest.mark.parametrize("options", [*OPTIONS, {"proj_size": 8}], ids=str)
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])

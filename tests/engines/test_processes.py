@@ -251,6 +251,6 @@ def test_no_growth_over_100_steps_of_10_shapes(asked: dict[str, Any]) -> None:
     assert_no_growth(train_for_long(120, 10, **asked))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_no_growth_over_3000_steps_of_50_shapes() -> None:
     assert_no_growth(train_for_long(3000, 50))

@@ -198,7 +198,7 @@ def test_interrupts_at_a_sample_of_lines() -> None:
     interrupted_captures(sample)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_interrupts_at_every_line() -> None:
     interrupted_captures(range)
 
@@ -209,7 +209,7 @@ def test_faults_at_a_sample_of_operators(fault: Any) -> None:
     failing_captures(fault, lambda n_ops: random.Random(n_ops).sample(range(n_ops), 25))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("fault", [interrupt, run_out_of_memory])
 def test_faults_at_every_operator(fault: Any) -> None:
     failing_captures(fault, range)
@@ -230,8 +230,10 @@ def failing_captures(fault: Any, numbers: Any) -> None:
                 fault()  # a copy to where a tensor is takes no memory
 
         at.action = fail
-        # In the trace, an optimizer that fails is one op, which cannot be measured.
-        expected = (KeyboardInterrupt, torch.OutOfMemoryError, rekindle.ProfileError)
+        # In the trace, an optimizer that fails is one op, which cannot be measured; in the second
+        # trace, that is a difference.
+        refusals = (rekindle.ProfileError, rekindle.CaptureError)
+        expected = (KeyboardInterrupt, torch.OutOfMemoryError, *refusals)
         measure._recent.clear()  # it measures each time
         with contextlib.suppress(*expected), at:
             rekindle.optimize(train_step, model, optimizer, batch, **ASKED)

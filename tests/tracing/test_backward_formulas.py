@@ -78,7 +78,7 @@ def changed_formulas(infos: list[Any], most: int) -> set[str]:
     return found - UNREPEATABLE
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("part", range(4))
 def test_no_other_formula_changes(part: int) -> None:
     """Fails with the name of the operator if a release of torch adds one."""

@@ -59,7 +59,7 @@ def test_operators_with_wrong_fakes(name: str) -> None:
     assert check(infos, most=3)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("part", range(16))
 def test_all_operators(part: int) -> None:
     assert check(samples.OPERATORS[part::16], most=6)

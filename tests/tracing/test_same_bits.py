@@ -53,7 +53,7 @@ def test_a_sample_of_the_table() -> None:
     assert [form for form in SAMPLE if proof(form) is not True] == []
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("part", range(N_PARTS))
 def test_the_whole_table(part: int) -> None:
     assert [form for form in EQUAL[part::N_PARTS] if proof(form) is not True] == []
