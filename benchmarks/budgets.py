@@ -1,12 +1,12 @@
 """Holds measured peaks on the CPU against budgets, to the byte, over many small programs.
 
-    python benchmarks/budgets.py [--out FILE] [--programs N] [--first SEED]
+    python benchmarks/budgets.py [--out FILE] [--programs N] [--first SEED] [--planner NAME]
 
 Each seed makes one program: a model (recurrent layers, convolutions, attention, perceptrons, odd
-layouts), an optimizer, a precision. It is optimized for its least peak, for its plain peak, and for
-budgets between; every budget is one run of three steps, each of which is measured. A run is over
-its budget if any of its steps took one byte more. `least` counts budgets that `InfeasibleBudget`
-had named as possible and that were refused.
+layouts), an optimizer, a precision, and a planner unless one is named. It is optimized for its
+least peak, for its plain peak, and for budgets between; every budget is one run of three steps,
+each of which is measured. A run is over its budget if any of its steps took one byte more. `least`
+counts budgets that `InfeasibleBudget` had named as possible and that were refused.
 """
 
 from __future__ import annotations
@@ -208,13 +208,13 @@ def train_step_of(precision: str) -> Callable[..., torch.Tensor]:
     return train_step
 
 
-def run_program(seed: int) -> dict[str, Any]:
-    """All budgets of one program."""
+def run_program(seed: int, planner: str | None = None) -> dict[str, Any]:
+    """All budgets of one program, with the planner that the seed draws or a given one."""
     pick = random.Random(seed)
     label, make, batch_of = pick.choice(KINDS)(pick)
     optimizer_name = pick.choice(sorted(OPTIMIZERS))
     precision = pick.choice(["fp32", "fp32", "bf16"])
-    planner = pick.choice(PLANNERS)
+    planner = planner or pick.choice(PLANNERS)
     train_step = train_step_of(precision)
 
     def optimized(budget: int | str) -> tuple[Any, torch.Tensor]:
@@ -266,6 +266,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/budgets_cpu.json")
     parser.add_argument("--programs", type=int, default=200)
     parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--planner", default=None)
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -274,7 +275,7 @@ def main() -> None:
     start = time.perf_counter()
     runs = over = refused_least = 0
     for seed in range(options.first, options.first + options.programs):
-        case = run_program(seed)
+        case = run_program(seed, options.planner)
         cases.append(case)
         if len(cases) % 10 == 0:
             write(options.out, "budgets", cases)  # so that a run may be ended early

@@ -46,7 +46,7 @@ from rekindle.torch_internals import (
     set_grad_enabled,
     set_version_counter,
 )
-from rekindle.tracing import operators
+from rekindle.tracing import operators, rng
 from rekindle.tracing.capture_thread import capture_lock
 from rekindle.tracing.step_state import EntryKind, Slot
 from rekindle.tracing.tape import Recording
@@ -373,6 +373,11 @@ class _Session:
         method: str,
     ) -> Profile:
         to_host, to_device = self.meter.transfer_rates()
+        if self.device.type == "cpu":
+            state_bytes = torch.default_generator.get_state().nbytes  # while `replay` puts it back
+            for index, call in enumerate(self.recording.tape.calls):
+                if call.is_random and rng.redrawn("cpu", call.node.target) is None:
+                    workspaces[index] = max(workspaces[index], state_bytes)
         return Profile(
             device=device_name(self.device),
             fingerprint=self.graph.fingerprint,

@@ -134,6 +134,10 @@ class BlockPartition:
             for op, nbytes in share.items()
             if 2 * nbytes > sum(problem.bytes[cell] for cell in problem.writes[op])
         }
+        for op in self.ops:  # what a pinned op overwrites later is gone, and with it what reads it
+            gone = (c for c in problem.reads[op] if not problem.can_keep[c])
+            if any(problem.writer[cell] in pinned for cell in gone):
+                pinned.add(op)
         kept = {cell for op, cells in far_cells.items() if op not in pinned for cell in cells}
         return pinned, kept
 

@@ -105,7 +105,8 @@ def lower(problem: Problem, chosen: Choices) -> Lowered:
 class _Lowering:
     def __init__(self, problem: Problem, chosen: Choices) -> None:
         self.problem = problem
-        self.keep = chosen.keep
+        # An overwritten cell is live only while a recomputation passes through it.
+        self.keep = [k and can for k, can in zip(chosen.keep, problem.can_keep, strict=True)]
         self.hold_from = chosen.hold_from
         self.available: dict[int, Instance] = {}  # by cell: recomputed copies that are held
         self.original: dict[int, Instance] = {}  # by storage

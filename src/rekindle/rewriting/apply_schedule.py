@@ -216,9 +216,12 @@ class _Rewriter:
         args, kwargs = self._arguments(call.node, step, replaced)
         if not call.is_random:
             return self._create(*self._in_place(call, step, args, kwargs), name)
-        source = _generator_of(call, self.recording)
-        args = (source, self.random_state[step.op], call.node.target, *args)
-        return self._create(rng.replay, args, kwargs, name)
+        source, before = _generator_of(call, self.recording), self.random_state[step.op]
+        seeded = rng.redrawn(source, call.node.target)
+        if seeded is not None:
+            args, kwargs = operators.without_generator(seeded, args, kwargs)
+            return self._create(rng.redraw, (before, seeded, *args), kwargs, name)
+        return self._create(rng.replay, (source, before, call.node.target, *args), kwargs, name)
 
     def _needs_running_statistics(self, call: Call) -> bool:
         """True for a batch norm without weight: they determine the dtypes of its results."""

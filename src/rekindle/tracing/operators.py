@@ -93,6 +93,31 @@ def is_random(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 @cache
+def seedable(op: OpOverload) -> OpOverload | None:
+    """The overload of a random operator that takes a generator, maybe itself; None without one."""
+
+    def others(overload: OpOverload) -> list[tuple[str, str]]:
+        arguments = overload._schema.arguments
+        return [(each.name, str(each.type)) for each in arguments if each.name != "generator"]
+
+    packet = op.overloadpacket
+    for found in (op, *(getattr(packet, name) for name in packet.overloads())):
+        if _places(found, frozenset({"generator"})) and others(found) == others(op):
+            return found
+    return None
+
+
+def without_generator(
+    op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call without its generator; those after it are given by name."""
+    ((position, _, _),) = _places(op, frozenset({"generator"}))
+    names = [each.name for each in op._schema.arguments[position : len(args)]]
+    named = dict(zip(names, args[position:], strict=True)) | kwargs
+    return args[:position], {name: arg for name, arg in named.items() if name != "generator"}
+
+
+@cache
 def is_bookkeeping(op: OpOverload) -> bool:
     """True for calls that are not recorded: profiler marks and metadata queries."""
     if op.namespace in ("profiler", "prim"):

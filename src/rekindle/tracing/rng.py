@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 
+from rekindle.torch_internals import OpOverload
+from rekindle.tracing import operators
+
 
 def get_state(device: str) -> torch.Tensor:
     """The state of a device's default generator."""
@@ -25,9 +28,13 @@ def set_state(device: str, state: torch.Tensor) -> None:
         torch.cuda.set_rng_state(state, device)
 
 
-def read(source: torch.Generator | str) -> torch.Tensor:
-    """The state of a generator, or of a device's default one, in numpy's memory (decision 29)."""
-    return torch.from_numpy(generator_of(source).get_state().numpy().copy())
+def read(source: torch.Generator | str) -> torch.Generator | torch.Tensor:
+    """The state of a generator, or of a device's default one; on the CPU as a clone of it.
+
+    A clone's state is not in memory of torch's allocator, which the budget counts (decision 29).
+    """
+    generator = generator_of(source)
+    return generator.clone_state() if generator.device.type == "cpu" else generator.get_state()
 
 
 def generator_of(source: torch.Generator | str) -> torch.Generator:
@@ -43,15 +50,34 @@ def generator_of(source: torch.Generator | str) -> torch.Generator:
 
 def replay(
     source: torch.Generator | str,
-    state: torch.Tensor,
+    state: torch.Generator | torch.Tensor,
     function: Callable[..., Any],
     *args: Any,
     **kwargs: Any,
 ) -> Any:
     """Call a function with the generator in an earlier state, then put back its present state."""
     generator, now = generator_of(source), read(source)
-    generator.set_state(state)
+    generator.set_state(_as_tensor(state))
     try:
         return function(*args, **kwargs)
     finally:
-        generator.set_state(now)
+        generator.set_state(_as_tensor(now))
+
+
+def redraw(state: torch.Generator, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call an operator that takes a generator with a clone of this one."""
+    return function(*args, **kwargs, generator=state.clone_state())
+
+
+def redrawn(source: torch.Generator | str, function: Any) -> OpOverload | None:
+    """The operator with which `redraw` recomputes a call; None if only `replay` can.
+
+    `redraw` takes no memory of torch's allocator; on the CPU, `replay` does.
+    """
+    if not isinstance(function, OpOverload) or generator_of(source).device.type != "cpu":
+        return None
+    return operators.seedable(function)
+
+
+def _as_tensor(state: torch.Generator | torch.Tensor) -> torch.Tensor:
+    return state if isinstance(state, torch.Tensor) else state.get_state()
