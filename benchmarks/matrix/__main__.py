@@ -115,6 +115,9 @@ def summary(found: list[dict[str, Any]]) -> str:
     counts = Counter((budget, cell["outcome"]) for _, budget, cell in cells)
     lines = [f"{len(found)} models, {len(cells)} cells"]
     lines += [f"  {budget:8} {outcome:10} {n}" for (budget, outcome), n in sorted(counts.items())]
+    n_refused = sum(n for (_, outcome), n in counts.items() if outcome == "refused")
+    if cells:
+        lines.append(f"accepted: {1 - n_refused / len(cells):.1%}")
     for case, budget, cell in cells:
         if cell["outcome"] != "equal":
             reason = cell.get("reason", "").replace("\n", " ")

@@ -7,10 +7,12 @@ trainings differ from each other).
 
 from __future__ import annotations
 
+import re
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +29,9 @@ from rekindle.pipeline import CapturedCosts, choose_form
 from rekindle.planners.registry import find_planner
 
 Json = dict[str, Any]
+
+# Of libraries, and of this repository: results say nothing of the machine's folders.
+_FOLDERS = re.compile(rf"/\S*/site-packages/|{re.escape(str(Path(__file__).parents[2]))}/")
 
 
 class Training(NamedTuple):
@@ -95,7 +100,7 @@ def _trained(case: Case, options: Json | None, choose: Callable[..., list[Batch]
     """Train a new model for three steps; with a budget, the last one is measured."""
     model, optimizer, batches = _seeded(case)
     batches = choose(batches)
-    step = partial(train_step, model, optimizer)
+    step: Callable[[Batch], torch.Tensor] = partial(train_step, model, optimizer)
     if options is not None:
         step = rekindle.optimize(train_step, model, optimizer, batches[0], **options)
     losses = [step(batch).detach().clone() for batch in batches[:-1]]
@@ -157,6 +162,6 @@ def _range(case: Case) -> Range:
 
 def _failure(outcome: str, error: Exception) -> Json:
     last = traceback.extract_tb(error.__traceback__)[-1]
-    place = f"{last.filename.partition('site-packages/')[2] or last.filename}:{last.lineno}"
-    reason = f"{type(error).__name__}: {error}"[:600]
+    reason = _FOLDERS.sub("", f"{type(error).__name__}: {error}")[:600]
+    place = _FOLDERS.sub("", f"{last.filename}:{last.lineno}")
     return {"outcome": outcome, "reason": reason, "at": place}
