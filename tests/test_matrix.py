@@ -146,5 +146,6 @@ def test_results_are_kept_and_summed_up(tmp_path: Path, monkeypatch: pytest.Monk
     assert asked == [first.name, second.name, second.name]
     text = matrix.summary(list(matrix._results(tmp_path)))
     assert text.startswith("2 models, 6 cells")
+    assert "2 of 2 models accepted" in text
     assert f"error none {first.name}: took more than 9 s" in text
     assert f"over least {second.name}: by 8" in text

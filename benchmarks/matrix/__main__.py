@@ -115,9 +115,8 @@ def summary(found: list[dict[str, Any]]) -> str:
     counts = Counter((budget, cell["outcome"]) for _, budget, cell in cells)
     lines = [f"{len(found)} models, {len(cells)} cells"]
     lines += [f"  {budget:8} {outcome:10} {n}" for (budget, outcome), n in sorted(counts.items())]
-    n_refused = sum(n for (_, outcome), n in counts.items() if outcome == "refused")
-    if cells:
-        lines.append(f"accepted: {1 - n_refused / len(cells):.1%}")
+    refused = {tuple(case) for case, _, cell in cells if cell["outcome"] == "refused"}
+    lines.append(f"{len(found) - len(refused)} of {len(found)} models accepted")
     for case, budget, cell in cells:
         if cell["outcome"] != "equal":
             reason = cell.get("reason", "").replace("\n", " ")
