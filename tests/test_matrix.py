@@ -117,26 +117,35 @@ def test_a_worker_that_dies_or_hangs_is_replaced() -> None:
 
 
 def test_results_are_kept_and_summed_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model with a result is not run again; every cell that is not equal has its reason."""
+    """A cell with a result is not run again; every one that is not equal has its reason."""
     asked: list[str] = []
+    last: list[str] = []
 
     class Fake:
         def __init__(self, *_: object) -> None: ...
 
         def ask(self, case: zoo.Case, budgets: Any) -> dict[str, Any]:
             asked.append(case.name)
+            last[:] = budgets
             if len(asked) == 1:
                 return {"died": "took more than 9 s"}
-            return {"none": {"outcome": "equal"}, "least": {"outcome": "over", "reason": "by 8"}}
+            equal = {"outcome": "equal"}
+            over = {"outcome": "over", "reason": "by 8"}
+            answers = {"none": equal, "halfway": equal, "least": over}
+            return {budget: answers[budget] for budget in budgets}
 
         def end(self) -> None: ...
 
     monkeypatch.setattr(matrix, "Pool", Fake)
     first, second = matrix.cases()[:2]
     matrix.run_all([first], tmp_path)
+    matrix.run_all([first, second], tmp_path, ["none"])
+    assert last == ["none"]
     matrix.run_all([first, second], tmp_path)
-    assert asked == [first.name, second.name]
+    assert last == ["halfway", "least"]
+    assert asked == [first.name, second.name, second.name]
     text = matrix.summary(list(matrix._results(tmp_path)))
-    assert text.startswith("2 models, 3 cells")
+    assert text.startswith("2 models, 6 cells")
+    assert "2 of 2 models accepted" in text
     assert f"error none {first.name}: took more than 9 s" in text
     assert f"over least {second.name}: by 8" in text

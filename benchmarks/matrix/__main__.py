@@ -1,6 +1,6 @@
 """`python -m benchmarks.matrix`: run the matrix in parts, or collect its results.
 
-Each model leaves a JSON file, and is not run again while that is there. Models run in a process
+Each model leaves a JSON file; a cell that is in there is not run again. Models run in a process
 that is replaced if it dies or takes too long.
 
     python -m benchmarks.matrix                    # all models that have no result yet
@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import environment, write
 from benchmarks.matrix import BUDGETS
 from benchmarks.matrix.pool import Pool, answer_requests, be_quiet, trains
 from benchmarks.matrix.zoo import LIBRARIES, Case
@@ -72,19 +72,22 @@ def make_list(libraries: Sequence[str]) -> None:
 
 
 def run_all(wanted: Iterable[Case], folder: Path, budgets: Sequence[str] = BUDGETS) -> None:
-    """Run the models that have no result yet."""
+    """Run the cells that have no result yet."""
     folder.mkdir(parents=True, exist_ok=True)
-    pool = Pool(answer_requests, LIMIT_S)
+    pool, commit = Pool(answer_requests, LIMIT_S), environment()["commit"]
     for case in wanted:
         path = folder / f"{case.name}.json"
-        if path.exists():
+        known = json.loads(path.read_text(encoding="utf-8"))["cells"] if path.exists() else {}
+        missing = [budget for budget in budgets if budget not in known]
+        if not missing:
             continue
         start = time.perf_counter()
-        answer = pool.ask(case, budgets)
+        answer = pool.ask(case, missing)
         if "died" in answer:
-            answer = {"none": {"outcome": "error", "reason": answer["died"]}}
+            answer = {b: {"outcome": "error", "reason": answer["died"]} for b in missing}
         seconds = round(time.perf_counter() - start, 1)
-        result = {"case": case, "seconds": seconds, "cells": answer}
+        known |= {budget: {**cell, "commit": commit} for budget, cell in answer.items()}
+        result = {"case": case, "cells": known}
         path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         outcomes = " ".join(f"{b}:{cell['outcome']}" for b, cell in answer.items())
         reason = next((c["reason"] for c in answer.values() if "reason" in c), "")
@@ -101,9 +104,6 @@ def _results(folder: Path) -> Iterator[dict[str, Any]]:
 
 def collect(folder: Path) -> None:
     """Write all results into one file, and print how many cells came out how."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    from common import write
-
     found = list(_results(folder))
     write(RESULT, "matrix", [{**result, "case": list(result["case"])} for result in found])
     print(summary(found))
@@ -115,6 +115,8 @@ def summary(found: list[dict[str, Any]]) -> str:
     counts = Counter((budget, cell["outcome"]) for _, budget, cell in cells)
     lines = [f"{len(found)} models, {len(cells)} cells"]
     lines += [f"  {budget:8} {outcome:10} {n}" for (budget, outcome), n in sorted(counts.items())]
+    refused = {tuple(case) for case, _, cell in cells if cell["outcome"] == "refused"}
+    lines.append(f"{len(found) - len(refused)} of {len(found)} models accepted")
     for case, budget, cell in cells:
         if cell["outcome"] != "equal":
             reason = cell.get("reason", "").replace("\n", " ")

@@ -278,7 +278,8 @@ def _tagged_text(config: Any, parameters: Any, model: Any, index: int) -> Batch:
 def _answered_text(config: Any, parameters: Any, model: Any, index: int) -> Batch:
     first, last = torch.randint(0, LENGTH, (2, ROWS), generator=_generator(index))
     batch = _text(config, parameters, model, index)
-    return {**batch, "start_positions": first, "end_positions": last}
+    # Models clamp them in place: they must not share memory.
+    return {**batch, "start_positions": first.clone(), "end_positions": last.clone()}
 
 
 def _pixels(config: Any, index: int) -> torch.Tensor:

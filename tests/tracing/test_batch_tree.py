@@ -162,3 +162,25 @@ def test_batches_that_cannot_be_carried_are_refused(batch: Any, problem: str) ->
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(rekindle.CaptureError, match=problem):
         rekindle.optimize(train_step, model, optimizer, batch)
+
+
+@dataclass
+class Guarded:
+    """Answers `getattr` with errors of its own, as configurations with settings by layer do."""
+
+    x: Any
+    kept: str = "kept"
+    late: Any = field(init=False)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("x", "kept", "late", "__dict__"):
+            raise KeyError(f"{name} may vary")
+        return super().__getattribute__(name)
+
+
+def test_fields_are_read_without_code_of_their_class() -> None:
+    flat = batch_tree.flatten(Guarded(torch.zeros(1)))
+    new = torch.ones(1)
+    rebuilt = flat.structure.rebuild([new])
+    assert object.__getattribute__(rebuilt, "__dict__") == {"x": new, "kept": "kept"}
+    assert flat.structure.key() != batch_tree.flatten(Guarded(new, "other")).structure.key()

@@ -354,3 +354,21 @@ def test_layerdrop(name: str, limit: float, dtype: torch.dtype) -> None:
         return
     with pytest.raises(rekindle.CaptureError, match="depends on random numbers"):
         rekindle.optimize(drawing, *made(), batches()[0])
+
+
+DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "uniform": lambda x: torch.empty(1).uniform_(0.0, 1.0),
+    "bernoulli": lambda x: torch.empty_like(x).bernoulli_(0.5).sum(),
+    "dropout": lambda x: F.dropout(x).sum(),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_memory_that_is_drawn_into_is_random(name: str) -> None:
+    """The refusal names the draw, not the memory that it fills."""
+
+    def number(model: Any, batch: Any) -> float:
+        return float(DRAWS[name](batch["x"]).item())
+
+    with pytest.raises(rekindle.CaptureError, match="depends on random numbers"):
+        rekindle.optimize(trained(number), *made(), batches()[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import logging
@@ -268,3 +269,40 @@ def test_verify_says_that_the_plain_step_is_not_deterministic() -> None:
     assert not found.equal
     assert not found.is_deterministic
     assert "not deterministic" in repr(found)
+
+
+@dataclasses.dataclass
+class LayeredConfig:
+    """A setting that is only to be read layer by layer; `getattr` on the whole is an error."""
+
+    scale: float = 2.0
+    has_layers: bool = True
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "scale" and super().__getattribute__("has_layers"):
+            raise KeyError("scale may vary from layer to layer")
+        return super().__getattribute__(name)
+
+    def of_layer(self) -> float:
+        return float(self.__dict__["scale"])
+
+
+def test_a_config_that_refuses_to_be_read() -> None:
+    """Its fields are compared all the same: a new value means a new capture."""
+    config = LayeredConfig()
+    configs = {"first": [config]}
+
+    def train_step(model: Any, optimizer: Any, batch: Any) -> Any:
+        loss = (model(batch) * configs["first"][0].of_layer()).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    x = batches()[0]
+    step = rekindle.optimize(train_step, model, optimizer, x)
+    assert torch.equal(step(x), model(x).mul(2.0).sum())
+    config.__dict__["scale"] = 3.0
+    assert torch.equal(step(x), model(x).mul(3.0).sum())

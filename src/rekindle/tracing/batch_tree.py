@@ -16,7 +16,7 @@ import torch
 
 from rekindle.torch_internals import pytree
 
-_TENSOR = object()
+_TENSOR, _UNSET = object(), object()
 CONSTANTS = (
     *(type(None), bool, int, float, complex, str, bytes),
     *(torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout),
@@ -106,12 +106,33 @@ def _content(leaf: Any) -> tuple[dict[Any, Any] | None, dict[str, Any]] | None:
     """The items and attributes of a mapping or dataclass; None for anything else."""
     if isinstance(leaf, Mapping):
         left_out = _LEFT_OUT | {"data"} if isinstance(leaf, UserDict) else _LEFT_OUT
-        attributes = getattr(leaf, "__dict__", {}).items()
+        attributes = (attributes_of(leaf) or {}).items()
         return dict(leaf), {key: value for key, value in attributes if key not in left_out}
     if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-        fields = {f.name: getattr(leaf, f.name) for f in dataclasses.fields(leaf)}
-        return None, {**getattr(leaf, "__dict__", {}), **fields}
+        return None, {**(attributes_of(leaf) or {}), **fields_of(leaf)}
     return None
+
+
+def attributes_of(value: Any) -> dict[str, Any] | None:
+    """An object's own dict of attributes; None if it has none. It runs no code of its class."""
+    found = _stored(value, "__dict__")
+    return found if isinstance(found, dict) else None
+
+
+def fields_of(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass that are set, as it holds them; not what its class shows instead.
+
+    A class may answer `getattr` with something else, or with an error of its own.
+    """
+    found = {f.name: _stored(value, f.name) for f in dataclasses.fields(type(value))}
+    return {name: each for name, each in found.items() if each is not _UNSET}
+
+
+def _stored(value: Any, name: str) -> Any:
+    try:
+        return object.__getattribute__(value, name)
+    except AttributeError:
+        return _UNSET
 
 
 def opaque_leaves(structure: Structure) -> list[Any]:

@@ -323,8 +323,8 @@ def freeze(value: Any) -> Any:
     if isinstance(value, CONSTANTS):
         return batch_tree.leaf_key(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = (getattr(value, field.name, None) for field in dataclasses.fields(value))
-        return (type(value), *map(freeze, fields))
+        fields = batch_tree.fields_of(value)
+        return (type(value), *((name, freeze(each)) for name, each in fields.items()))
     if isinstance(value, types.MethodType):
         return types.MethodType, Same(value.__func__), Same(value.__self__)
     return Same(value)

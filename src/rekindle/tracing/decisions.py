@@ -198,7 +198,9 @@ class KnownValues:
                 self.reason = "random numbers" if call and call.is_random else "the optimizer"
                 return None
             if "empty" in node.target._schema.name and not self._is_overwritten(node):
-                self.reason = "memory that was not written to"
+                writers = self._writers.get(self._tape.metas[node].storage, ())
+                is_drawn = any(call.is_random for call in writers)  # by dropout, or uniform_()
+                self.reason = "random numbers" if is_drawn else "memory that was not written to"
                 return None
             calls[node] = call
         ordered = sorted(calls, key=lambda node: calls[node].serial)

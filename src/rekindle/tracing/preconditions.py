@@ -188,7 +188,8 @@ class Checks:
                     f"the step keeps a new {type(leaf).__name__} as {write.name}, which Rekindle "
                     "cannot look into",
                     "Keep tensors, numbers and text, in tuples, lists, dicts or dataclasses; make "
-                    "modules and other objects outside the step.",
+                    "modules and other objects outside the step. If only the first call makes it, "
+                    "run the model once before.",
                 )
 
     def no_iterator(self, python: PythonState) -> None:

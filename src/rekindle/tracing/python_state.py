@@ -40,6 +40,7 @@ import torch
 from torch import nn
 
 from rekindle.core.identity import IdentityDict, IdentitySet
+from rekindle.tracing import batch_tree
 from rekindle.tracing.capture_thread import is_replacement
 from rekindle.tracing.code_names import (
     CodeNames,
@@ -387,8 +388,8 @@ class PythonState:
             is_items = isinstance(value, MutableMapping)
             if not is_items or isinstance(value, dict):
                 self._add((Items if is_items else Elements)(path, value))
-        attributes = getattr(value, "__dict__", None)
-        if isinstance(attributes, dict):
+        attributes = batch_tree.attributes_of(value)
+        if attributes is not None:
             of_torch = is_of_torch(sys.modules.get(type(value).__module__))
             names = None if of_torch or isinstance(value, Collection) else self._names
             relevant = next((r for kind, r in _RELEVANT.items() if isinstance(value, kind)), None)
@@ -556,7 +557,7 @@ def holder_of(tensor: torch.Tensor) -> str:
     """A description of an object that holds a tensor; empty if it cannot be found."""
     for holder in gc.get_referrers(tensor):
         if isinstance(holder, dict):
-            owners = [o for o in gc.get_referrers(holder) if getattr(o, "__dict__", None) is holder]
+            owners = [o for o in gc.get_referrers(holder) if batch_tree.attributes_of(o) is holder]
             return f"a {type(owners[0]).__name__}" if owners else "a dict"
         if not isinstance(holder, (FrameType, list, tuple)):
             return f"a {type(holder).__name__}"
