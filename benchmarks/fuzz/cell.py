@@ -1,8 +1,8 @@
 """Trains one random program plainly and with Rekindle, without a budget and with two.
 
-A cell's outcome is one of: "equal" (the same bits), "refused" (an error of Rekindle's), "wrong" (other
-bits, or no error where the plain step raises), "raw" (any other error), or "unstable" (two plain
-trainings differ). A program that fails plainly in its first step is "invalid".
+A cell's outcome is one of: "equal" (the same bits), "refused" (an error of Rekindle's), "wrong"
+(other bits, or no error where the plain step raises), "raw" (any other error), or "unstable" (two
+plain trainings differ). A program that fails plainly in its first step is "invalid".
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ from rekindle.torch_internals import FakeTensor, pytree
 BUDGETS = ("none", "halfway", "least")
 # Most programs are planned in milliseconds; some by the default planner, in seconds.
 PLANNERS = (*(("mutwo", "all", "mutwo", "chen-sqrt", "mutwo") * 3), "auto")
+N_REPEATS = 4  # of the plain training, before bits are called wrong
 Json = dict[str, Any]
 Step = Callable[[Any], Any]
 
 
 class Training:
-    """What a training leaves: results, batches, state and Python state, and the error it ended in."""
+    """What a training leaves: results, batches and state, and the error that it ended in."""
 
     def __init__(self) -> None:
         self.found: list[tuple[str, Any]] = []
@@ -53,7 +54,9 @@ class Training:
         """The names of values that differ, or that one of the trainings lacks."""
         mine, others = dict(self.found), dict(other.found)
         names = dict.fromkeys((*mine, *others))
-        return [n for n in names if n not in mine or n not in others or not _same(mine[n], others[n])]
+        return [
+            n for n in names if n not in mine or n not in others or not _same(mine[n], others[n])
+        ]
 
 
 def run(seed: int, budgets: tuple[str, ...] = BUDGETS) -> Json:
@@ -194,8 +197,8 @@ def _cell(make: Callable[[], Objects], plain: Training, options: Json) -> Json:
         return {"outcome": "wrong", "reason": reason}
     if not changed:
         return {"outcome": "equal"}
-    again = _trained(make, None)
-    outcome = "unstable" if plain.differences(again) else "wrong"
+    is_stable = not any(plain.differences(_trained(make, None)) for _ in range(N_REPEATS))
+    outcome = "wrong" if is_stable else "unstable"
     return {"outcome": outcome, "reason": ", ".join(changed)[:500]}
 
 

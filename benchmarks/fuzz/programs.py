@@ -1,7 +1,7 @@
 """From a seed to a random training program, as source text, and from the text to its objects.
 
-A program's `make()` returns (model, optimizer, train_step, batch_of, change, look): a step, the batch
-of each number, a change of the user's objects between steps, and a look at all Python state.
+A program's `make()` returns (model, optimizer, train_step, batch_of, change, look): a step, the
+batch of each number, a change of the user's objects between steps, and a look at its Python state.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ N_STEPS = 3
 MAX_PARTS = 7
 DTYPES = ("float32", "float32", "float32", "float32", "bfloat16", "float16", "float64")
 # Places that a program of this form has; the others need a model or names of their own.
-_PLACES = [name for name in PLACES if name not in ("nested in model", "imported module", "submodule")]
+_PLACES = [
+    name for name in PLACES if name not in ("nested in model", "imported module", "submodule")
+]
 _USES = [name for name in USES if "out." not in USES[name].after]
 
 _TEMPLATE = """{prelude}
@@ -160,7 +162,9 @@ class _Writer:
             init=textwrap.indent("\n".join(init) or "pass", " " * 8),
             forward=textwrap.indent("\n".join(forward) or "pass", " " * 8),
             tail=rng.choice(_TAILS),
-            optimizer=self._pick(snippets.OPTIMIZERS).replace("GROUPS", self._pick(snippets.GROUPS)),
+            optimizer=self._pick(snippets.OPTIMIZERS).replace(
+                "GROUPS", self._pick(snippets.GROUPS)
+            ),
             setup=setup,
             declare=declare,
             unpack=unpack,
@@ -241,16 +245,25 @@ class _Writer:
         forward = f"out = model(x)\n{self._pick(snippets.LOSSES)}"
         if rng.random() < 0.12:
             dtype = rng.choice(("bfloat16", "bfloat16", "float16"))
-            forward = f"with torch.autocast('cpu', torch.{dtype}):\n" + textwrap.indent(forward, "    ")
+            forward = f"with torch.autocast('cpu', torch.{dtype}):\n" + textwrap.indent(
+                forward, "    "
+            )
         forward += f"\nloss = loss * ({scale})"
         way = rng.random()
         if way < 0.1:
-            lines.append(f"for _ in range(2):\n{textwrap.indent(forward, '    ')}\n    loss.backward()")
+            lines.append(
+                f"for _ in range(2):\n{textwrap.indent(forward, '    ')}\n    loss.backward()"
+            )
         elif way < 0.15:
             lines += [forward, "loss.backward(retain_graph=True)", "(loss * 0.5).backward()"]
         elif way < 0.2:
-            penalty = "(found,) = torch.autograd.grad(loss, model.head.weight, create_graph=True, allow_unused=True)"
-            lines += [forward, penalty, "if found is not None: loss = loss + found.float().square().sum()"]
+            options = "create_graph=True, allow_unused=True"
+            penalty = f"(found,) = torch.autograd.grad(loss, model.head.weight, {options})"
+            lines += [
+                forward,
+                penalty,
+                "if found is not None: loss = loss + found.float().square().sum()",
+            ]
             lines.append("loss.backward()")
         elif way < 0.25:
             lines += [

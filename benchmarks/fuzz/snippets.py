@@ -1,9 +1,11 @@
 """The source text that random programs are made of.
 
-In a snippet, `<<a|b|c>>` stands for one of its alternatives, `#` for a number of its own, and `x` is
-the tensor that passes through the model: of shape (rows, 8) if its kind is "v", (rows, length, 8)
+In a snippet, `<<a|b|c>>` stands for one of its alternatives, `#` for a number of its own, and `x`
+is the tensor that passes through the model: of shape (rows, 8) if its kind is "v", (rows, length, 8)
 if "s", (rows, 4, 4, 4) if "i"; rows of 5 tokens have the kind "t". `d` is the model's dtype.
 """
+
+# ruff: noqa: E501 (a line of source text is not broken)
 
 from __future__ import annotations
 
@@ -112,86 +114,174 @@ PARTS = [
     Part(ROWS, "", "self.l# = nn.Linear(8, 8, bias=<<True|True|False>>)", "x = self.l#(x)"),
     Part(ROWS, "", "self.l# = nn.Linear(8, 8)", "x = F.<<relu|gelu|silu|elu|mish>>(self.l#(x))"),
     Part(
-        ROWS, "", "self.l# = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))",
+        ROWS,
+        "",
+        "self.l# = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))",
         "x = x + self.l#(x)",
     ),
     Part(
-        ROWS, "", "self.l# = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Dropout(0.3))",
+        ROWS,
+        "",
+        "self.l# = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Dropout(0.3))",
         "x = self.l#(x)",
     ),
     Part(ROWS, "", "self.n# = nn.<<LayerNorm|RMSNorm>>(8)", "x = self.n#(x)"),
-    Part("v", "", "self.n# = nn.BatchNorm1d(8<<|, affine=False|, momentum=0.3>>)", "x = self.n#(x)"),
+    Part(
+        "v", "", "self.n# = nn.BatchNorm1d(8<<|, affine=False|, momentum=0.3>>)", "x = self.n#(x)"
+    ),
     Part("v", "", "self.n# = nn.GroupNorm(<<2|4>>, 8)", "x = self.n#(x)"),
     Part(
-        "s", "", "self.n# = nn.<<BatchNorm1d(8)|GroupNorm(2, 8)|InstanceNorm1d(8, affine=True)>>",
+        "s",
+        "",
+        "self.n# = nn.<<BatchNorm1d(8)|GroupNorm(2, 8)|InstanceNorm1d(8, affine=True)>>",
         "x = self.n#(x.transpose(1, 2)).transpose(1, 2)",
     ),
     Part("s", "", "self.c# = nn.Conv1d(8, 8, 3, padding=1)", "x = self.c#(x.mT).mT"),
     Part(
-        "s", "", "self.r# = nn.<<LSTM|GRU|RNN>>(8, 8, batch_first=<<True|False>>)",
+        "s",
+        "",
+        "self.r# = nn.<<LSTM|GRU|RNN>>(8, 8, batch_first=<<True|False>>)",
         "x, h# = self.r#(x)",
     ),
     Part(
-        "s", "",
+        "s",
+        "",
         "self.r# = nn.<<LSTM|GRU>>(8, 4, bidirectional=True, num_layers=<<1|2>>, batch_first=True)",
         "x = self.r#(x)[0]",
     ),
     Part(
-        "s", "", "self.a# = nn.MultiheadAttention(8, 2, batch_first=True, dropout=<<0.0|0.2>>)",
+        "s",
+        "",
+        "self.a# = nn.MultiheadAttention(8, 2, batch_first=True, dropout=<<0.0|0.2>>)",
         "x = self.a#(x, x, x, need_weights=<<True|False>>)[0]",
     ),
     Part(
-        "s", "", "self.e# = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.1)",
+        "s",
+        "",
+        "self.e# = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.1)",
         "x = self.e#(x)",
     ),
-    Part("s", "", "self.q# = nn.Linear(8, 24)",
-         "q#, k#, v# = self.q#(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4).unbind(0)\n"
-         "x = F.scaled_dot_product_attention(q#, k#, v#, is_causal=<<True|False>>"
-         "<<|, dropout_p=0.2>>).transpose(1, 2).flatten(2)"),
-    Part("i", "", "self.c# = nn.Conv2d(4, 4, 3, padding=1<<|, groups=2|, padding_mode='reflect'>>)",
-         "x = <<|F.relu>>(self.c#(x))"),
+    Part(
+        "s",
+        "",
+        "self.q# = nn.Linear(8, 24)",
+        "q#, k#, v# = self.q#(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4).unbind(0)\n"
+        "x = F.scaled_dot_product_attention(q#, k#, v#, is_causal=<<True|False>>"
+        "<<|, dropout_p=0.2>>).transpose(1, 2).flatten(2)",
+    ),
+    Part(
+        "i",
+        "",
+        "self.c# = nn.Conv2d(4, 4, 3, padding=1<<|, groups=2|, padding_mode='reflect'>>)",
+        "x = <<|F.relu>>(self.c#(x))",
+    ),
     Part("i", "", "self.c# = nn.ConvTranspose2d(4, 4, 3, padding=1)", "x = self.c#(x)"),
-    Part("i", "", "self.n# = nn.<<BatchNorm2d(4)|GroupNorm(2, 4)|InstanceNorm2d(4)>>",
-         "x = self.n#(x)"),
-    Part("i", "", "self.n# = nn.BatchNorm2d(4)",
-         "x = self.n#(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)"),
-    Part("i", "", "self.n# = nn.LayerNorm(4)", "x = self.n#(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)"),
+    Part(
+        "i",
+        "",
+        "self.n# = nn.<<BatchNorm2d(4)|GroupNorm(2, 4)|InstanceNorm2d(4)>>",
+        "x = self.n#(x)",
+    ),
+    Part(
+        "i",
+        "",
+        "self.n# = nn.BatchNorm2d(4)",
+        "x = self.n#(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)",
+    ),
+    Part(
+        "i",
+        "",
+        "self.n# = nn.LayerNorm(4)",
+        "x = self.n#(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)",
+    ),
     Part(ROWS, "", "self.b# = nn.Bilinear(8, 8, 8)", "x = self.b#(x, x.flip(-1))"),
     Part(ROWS, "", "self.p# = nn.PReLU()", "x = self.p#(x)"),
-    Part(ANY, "", "self.p# = nn.<<Dropout(0.3)|Dropout(0.5, inplace=True)|AlphaDropout(0.2)|Dropout1d(0.2)|"
-         "RReLU()|Softplus()|Hardswish()|LogSigmoid()|GLU(0) if False else nn.Softsign()>>",
-         "x = self.p#(x.clone())"),
+    Part(
+        ANY,
+        "",
+        "self.p# = nn.<<Dropout(0.3)|Dropout(0.5, inplace=True)|AlphaDropout(0.2)|Dropout1d(0.2)|"
+        "RReLU()|Softplus()|Hardswish()|LogSigmoid()|Softsign()>>",
+        "x = self.p#(x.clone())",
+    ),
     # parameters of all sorts
     Part(ROWS, "", "self.w# = nn.Parameter(torch.randn(8, 8).t())", "x = x @ self.w#"),
     Part(ROWS, "", "self.w# = nn.Parameter(torch.randn(1).expand(8).clone())", "x = x * self.w#"),
     Part(ANY, "", "self.w# = nn.Parameter(torch.tensor(0.7))", "x = x * self.w#"),
     Part(ROWS, "", "self.w# = nn.Parameter(torch.randn(0, 8))", "x = x + self.w#.sum(0)"),
     Part(ROWS, "", "self.w# = nn.Parameter(torch.randn(16, 8)[::2])", "x = F.linear(x, self.w#)"),
-    Part(ROWS, "", "self.w# = nn.Parameter(torch.randn(8, dtype=torch.complex64))",
-         "z# = x.float() * self.w#\nx = <<torch.view_as_real(z#).sum(-1)|z#.abs()|z#.conj().real|z#.imag|z#.angle()>>.to(d)"),
+    Part(
+        ROWS,
+        "",
+        "self.w# = nn.Parameter(torch.randn(8, dtype=torch.complex64))",
+        "z# = x.float() * self.w#\nx = <<torch.view_as_real(z#).sum(-1)|z#.abs()|z#.conj().real|z#.imag|z#.angle()>>.to(d)",
+    ),
     Part(ROWS, "", "self.u# = nn.Parameter(torch.randn(8))", "x = x + 1"),  # gets no gradient
-    Part(ROWS, "", "self.l# = nn.Linear(8, 8); self.m# = nn.Linear(8, 8); self.m#.weight = self.l#.weight",
-         "x = self.m#(torch.tanh(self.l#(x)))"),
+    Part(
+        ROWS,
+        "",
+        "self.l# = nn.Linear(8, 8); self.m# = nn.Linear(8, 8); self.m#.weight = self.l#.weight",
+        "x = self.m#(torch.tanh(self.l#(x)))",
+    ),
     Part(ROWS, "", "self.l# = nn.Linear(8, 8).requires_grad_(False)", "x = x + self.l#(x)"),
-    Part(ROWS, "", "self.l# = nn.Linear(8, 8)", "x = F.linear(self.l#(x).sigmoid(), self.l#.weight.t())"),
-    Part(ROWS, "", "self.l# = nn.Linear(8, 8)", "for _ in range(<<2|3>>): x = torch.tanh(self.l#(x))"),
-    Part(ROWS, "", "self.l# = parametrizations.<<weight_norm|spectral_norm>>(nn.Linear(8, 8))",
-         "x = self.l#(x)"),
-    Part(ROWS, "", "self.ps# = nn.ParameterList([nn.Parameter(torch.randn(8)) for _ in range(3)])",
-         "for p in self.ps#: x = x * p.<<tanh|sigmoid|abs>>()"),
+    Part(
+        ROWS,
+        "",
+        "self.l# = nn.Linear(8, 8)",
+        "x = F.linear(self.l#(x).sigmoid(), self.l#.weight.t())",
+    ),
+    Part(
+        ROWS, "", "self.l# = nn.Linear(8, 8)", "for _ in range(<<2|3>>): x = torch.tanh(self.l#(x))"
+    ),
+    Part(
+        ROWS,
+        "",
+        "self.l# = parametrizations.<<weight_norm|spectral_norm>>(nn.Linear(8, 8))",
+        "x = self.l#(x)",
+    ),
+    Part(
+        ROWS,
+        "",
+        "self.ps# = nn.ParameterList([nn.Parameter(torch.randn(8)) for _ in range(3)])",
+        "for p in self.ps#: x = x * p.<<tanh|sigmoid|abs>>()",
+    ),
     # buffers
-    Part(ANY, "", "self.register_buffer('f#', torch.zeros(()))",
-         "with torch.no_grad(): self.f#.mul_(0.9).add_(x.detach().float().<<mean|sum|var>>())\nx = x + self.f#.to(d)"),
-    Part(ANY, "", "self.register_buffer('f#', torch.zeros(()), persistent=False)",
-         "self.f# = 0.9 * self.f# + 0.1 * x.detach().float().mean()\nx = x * (1 + self.f#).to(d)"),
-    Part(ANY, "", "self.register_buffer('f#', torch.zeros((), dtype=torch.long))",
-         "self.f# += 1\nx = x / (1 + self.f#).to(d)"),
-    Part(ROWS, "", "self.w# = nn.Parameter(torch.randn(8)); self.register_buffer('f#', self.w#.detach())",
-         "x = x * self.w# + self.f#"),
-    Part(ROWS, "", "self.register_buffer('f#', torch.zeros(4, 8)); self.g# = self.f#[1]",
-         "self.f#[<<1|2>>].add_(x.detach().reshape(-1, 8).float().sum(0))\nx = x + self.g#.to(d)"),
-    Part(ROWS, "", "self.register_buffer('f#', None)", "x = x if self.f# is None else x + self.f#\n"
-         "self.f# = x.detach().reshape(-1, 8).float().mean(0).to(d)"),
+    Part(
+        ANY,
+        "",
+        "self.register_buffer('f#', torch.zeros(()))",
+        "with torch.no_grad(): self.f#.mul_(0.9).add_(x.detach().float().<<mean|sum|var>>())\nx = x + self.f#.to(d)",
+    ),
+    Part(
+        ANY,
+        "",
+        "self.register_buffer('f#', torch.zeros(()), persistent=False)",
+        "self.f# = 0.9 * self.f# + 0.1 * x.detach().float().mean()\nx = x * (1 + self.f#).to(d)",
+    ),
+    Part(
+        ANY,
+        "",
+        "self.register_buffer('f#', torch.zeros((), dtype=torch.long))",
+        "self.f# += 1\nx = x / (1 + self.f#).to(d)",
+    ),
+    Part(
+        ROWS,
+        "",
+        "self.w# = nn.Parameter(torch.randn(8)); self.register_buffer('f#', self.w#.detach())",
+        "x = x * self.w# + self.f#",
+    ),
+    Part(
+        ROWS,
+        "",
+        "self.register_buffer('f#', torch.zeros(4, 8)); self.g# = self.f#[1]",
+        "self.f#[<<1|2>>].add_(x.detach().reshape(-1, 8).float().sum(0))\nx = x + self.g#.to(d)",
+    ),
+    Part(
+        ROWS,
+        "",
+        "self.register_buffer('f#', None)",
+        "x = x if self.f# is None else x + self.f#\n"
+        "self.f# = x.detach().reshape(-1, 8).float().mean(0).to(d)",
+    ),
     # in place, on views
     *_same(
         ANY,
@@ -260,13 +350,12 @@ PARTS = [
         "x = F.dropout(x, 0.3, training=self.training<<|, inplace=False>>)",
         "x = x * torch.randint(0, 2, x.shape).to(d)",
         "x = x[torch.randperm(len(x))]",
-        "x = x + torch.arange(x.shape[-1]).to(d) / len(x)" ,
+        "x = x + torch.arange(x.shape[-1]).to(d) / len(x)",
         "x = x * self.cfg.scale",
         "x = x.nan_to_num().clamp(max=x.detach().abs() + 0.1)",
         "x = torch.fft.<<ifft(torch.fft.fft(x.float())).real|irfft(torch.fft.rfft(x.float()), x.shape[-1])>>.to(d)",
         "z# = torch.complex(x.float(), x.float().flip(0))\nx = <<(z# * z#.conj()).real|(z# * 1j).imag|z#.mH.mH.real|torch.view_as_real(z#)[..., 1]>>.to(d) if x.dim() > 1 else x",
-        "x = x.movedim(0, -1).<<tanh|mul|add>>(x.movedim(0, -1)).movedim(-1, 0)"
-        if False else "x = x.movedim(0, -1).mul(2).movedim(-1, 0)",
+        "x = x.movedim(0, -1).mul(2).movedim(-1, 0)",
         "if self.training: x = x * 0.9",
         "if len(x) % 2: x = x * 0.9",
         "if x.is_contiguous(): x = x * 0.8",
@@ -297,47 +386,104 @@ PARTS = [
         "x = F.grid_sample(x, torch.zeros(len(x), 4, 4, 2, dtype=d) + 0.3, align_corners=False)",
     ),
     # checkpoints, hooks of modules
-    Part(ROWS, "", "self.l# = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.2), nn.Linear(16, 8))",
-         "x = checkpoint(self.l#, x, use_reentrant=<<False|False|True>>)"),
-    Part("i", "", "self.l# = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.ReLU())",
-         "x = checkpoint(self.l#, x, use_reentrant=False)"),
-    Part(ROWS, "", "self.l# = Wrapped(nn.Linear(8, 8)); self.l#.register_forward_hook(lambda m, a, out: out * 0.5)",
-         "x = self.l#(x, scale=<<1.0|0.5>>)"),
-    Part(ROWS, "", "self.l# = nn.Linear(8, 8); self.l#.register_forward_pre_hook(lambda m, a: (a[0] * 2,))",
-         "x = self.l#(x)"),
-    Part(ROWS, "", "self.l# = nn.Linear(8, 8); self.l#.register_full_backward_hook(lambda m, gi, go: (gi[0] * 0.5,) if gi[0] is not None else None)",
-         "x = self.l#(x)"),
-    Part(ROWS, "", "self.l# = nn.Linear(8, 8); self.l#.register_full_backward_pre_hook(lambda m, go: (go[0] * 2,))",
-         "x = self.l#(x)"),
-    Part(ROWS, "", "self.l# = Wrapped(nn.Linear(8, 8)); self.l#.register_forward_hook(lambda m, a, out: m.calls.append(out.detach().mean()))",
-         "x = self.l#(x)"),
-    Part(ROWS, "", "self.l# = nn.Linear(8, 8); self.l#.weight.register_hook(lambda g: g * <<0.1|2>>)",
-         "x = self.l#(x)"),
-    Part(ROWS, "", "self.l# = nn.Linear(8, 8); self.l#.weight.register_post_accumulate_grad_hook(halve)",
-         "x = self.l#(x)"),
+    Part(
+        ROWS,
+        "",
+        "self.l# = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.2), nn.Linear(16, 8))",
+        "x = checkpoint(self.l#, x, use_reentrant=<<False|False|True>>)",
+    ),
+    Part(
+        "i",
+        "",
+        "self.l# = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.ReLU())",
+        "x = checkpoint(self.l#, x, use_reentrant=False)",
+    ),
+    Part(
+        ROWS,
+        "",
+        "self.l# = Wrapped(nn.Linear(8, 8)); self.l#.register_forward_hook(lambda m, a, out: out * 0.5)",
+        "x = self.l#(x, scale=<<1.0|0.5>>)",
+    ),
+    Part(
+        ROWS,
+        "",
+        "self.l# = nn.Linear(8, 8); self.l#.register_forward_pre_hook(lambda m, a: (a[0] * 2,))",
+        "x = self.l#(x)",
+    ),
+    Part(
+        ROWS,
+        "",
+        "self.l# = nn.Linear(8, 8); self.l#.register_full_backward_hook(lambda m, gi, go: (gi[0] * 0.5,) if gi[0] is not None else None)",
+        "x = self.l#(x)",
+    ),
+    Part(
+        ROWS,
+        "",
+        "self.l# = nn.Linear(8, 8); self.l#.register_full_backward_pre_hook(lambda m, go: (go[0] * 2,))",
+        "x = self.l#(x)",
+    ),
+    Part(
+        ROWS,
+        "",
+        "self.l# = Wrapped(nn.Linear(8, 8)); self.l#.register_forward_hook(lambda m, a, out: m.calls.append(out.detach().mean()))",
+        "x = self.l#(x)",
+    ),
+    Part(
+        ROWS,
+        "",
+        "self.l# = nn.Linear(8, 8); self.l#.weight.register_hook(lambda g: g * <<0.1|2>>)",
+        "x = self.l#(x)",
+    ),
+    Part(
+        ROWS,
+        "",
+        "self.l# = nn.Linear(8, 8); self.l#.weight.register_post_accumulate_grad_hook(halve)",
+        "x = self.l#(x)",
+    ),
     # other kinds
     Part("s", "v", "", "x = x.mean(1)"),
     Part("s", "v", "", "x = x[:, <<-1|0>>]"),
     Part("s", "v", "self.r# = nn.<<GRU|RNN>>(8, 8, batch_first=True)", "x = self.r#(x)[1][0]"),
-    Part("s", "v", "self.r# = nn.LSTMCell(8, 8)",
-         "h# = c# = torch.zeros(len(x), 8, dtype=x.dtype)\n"
-         "for x# in x.unbind(1): h#, c# = self.r#(x#, (h#, c#))\nx = h#"),
-    Part("s", "v", "self.w# = nn.Parameter(torch.randn(8))", "x = (torch.softmax(x @ self.w#, 1).unsqueeze(1) @ x).squeeze(1)"),
+    Part(
+        "s",
+        "v",
+        "self.r# = nn.LSTMCell(8, 8)",
+        "h# = c# = torch.zeros(len(x), 8, dtype=x.dtype)\n"
+        "for x# in x.unbind(1): h#, c# = self.r#(x#, (h#, c#))\nx = h#",
+    ),
+    Part(
+        "s",
+        "v",
+        "self.w# = nn.Parameter(torch.randn(8))",
+        "x = (torch.softmax(x @ self.w#, 1).unsqueeze(1) @ x).squeeze(1)",
+    ),
     Part("v", "s", "", "x = x.unsqueeze(1).expand(-1, 5, -1)"),
     Part("v", "s", "self.l# = nn.Linear(8, 24)", "x = self.l#(x).view(-1, 3, 8)"),
     Part("v", "s", "self.l# = nn.Linear(8, 24)", "x = self.l#(x).view(-1, 8, 3).mT"),
     Part("v", "i", "self.l# = nn.Linear(8, 64)", "x = self.l#(x).view(-1, 4, 4, 4)"),
     Part("v", "i", "", "x = x.repeat(1, 8).unflatten(1, (4, 4, 4))"),
     Part("i", "v", "self.l# = nn.Linear(64, 8)", "x = self.l#(x.flatten(1))"),
-    Part("i", "v", "self.l# = nn.Linear(4, 8)", "x = self.l#(F.adaptive_avg_pool2d(x, 1).flatten(1))"),
+    Part(
+        "i", "v", "self.l# = nn.Linear(4, 8)", "x = self.l#(F.adaptive_avg_pool2d(x, 1).flatten(1))"
+    ),
     Part("i", "s", "self.l# = nn.Linear(4, 8)", "x = self.l#(x.flatten(2).transpose(1, 2))"),
 ]
 
 EMBEDDINGS = [
-    Part("t", "s", "self.e# = nn.Embedding(10, 8<<|, padding_idx=0|, max_norm=1.0|, scale_grad_by_freq=True>>)", "x = self.e#(x)"),
+    Part(
+        "t",
+        "s",
+        "self.e# = nn.Embedding(10, 8<<|, padding_idx=0|, max_norm=1.0|, scale_grad_by_freq=True>>)",
+        "x = self.e#(x)",
+    ),
     Part("t", "v", "self.e# = nn.EmbeddingBag(10, 8, mode='<<mean|sum|max>>')", "x = self.e#(x)"),
     Part("t", "s", "self.w# = nn.Parameter(torch.randn(10, 8))", "x = self.w#[x]"),
-    Part("t", "s", "self.w# = nn.Parameter(torch.randn(10, 8))", "x = F.one_hot(x, 10).to(d) @ self.w#"),
+    Part(
+        "t",
+        "s",
+        "self.w# = nn.Parameter(torch.randn(10, 8))",
+        "x = F.one_hot(x, 10).to(d) @ self.w#",
+    ),
 ]
 
 # How the model's result becomes a loss: `out` of kind "v", `y` (rows,) of labels 0 to 2.
@@ -489,7 +635,10 @@ BATCHES = {
         "x = torch.randn(n, 4, 4, generator=g).unsqueeze(1).expand(n, 4, 4, 4)",
         "x = torch.randn(4, 4, 4, n, generator=g).permute(3, 0, 1, 2)",
     ],
-    "t": ["x = torch.randint(0, 10, (n, 5), generator=g)", "x = torch.randint(0, 10, (5, n), generator=g).t()"],
+    "t": [
+        "x = torch.randint(0, 10, (n, 5), generator=g)",
+        "x = torch.randint(0, 10, (5, n), generator=g).t()",
+    ],
 }
 
 ROW_COUNTS = ["4", "4", "4", "3 + i % 2", "4 - 2 * (i == 1)", "1 + i", "6", "2", "4 * (i != 1)"]
