@@ -40,9 +40,12 @@ test-all: test
 exhaustive: setup
 	$(PYTEST) $(PY) -m pytest -n 2 --durations=10 -m exhaustive
 
-# The tests with generated examples, on examples that no run has seen.
+# The tests with generated examples, on examples that no run has seen; then random training programs,
+# for SECONDS. Failing seeds are printed: python -m benchmarks.fuzz --seed N shows and runs one.
+SECONDS ?= 600
 fuzz: setup
 	HYPOTHESIS_PROFILE=fuzz $(PYTEST) $(PY) -m pytest -n 2 -m hypothesis
+	PYTHONPATH=.:tests $(PYTEST) $(PY) -m benchmarks.fuzz --seconds $(SECONDS)
 
 lint: setup
 	$(PY) -m ruff check

@@ -70,16 +70,21 @@ class Pool:
     """One worker process, replaced when it dies or takes too long."""
 
     def __init__(
-        self, target: Callable[[Any], None], limit_s: float, start_s: float = 60.0
+        self,
+        target: Callable[[Any], None],
+        limit_s: float,
+        start_s: float = 60.0,
+        n_per_process: int = 25,  # so that memory cannot pile up
     ) -> None:
         """`limit_s` is for one answer; the first of a process may take `start_s` more."""
         self._target, self._limit_s, self._start_s = target, limit_s, start_s
+        self._n_per_process = n_per_process
         self._process: Any = None
         self._n_asked = 0
 
-    def ask(self, case: Case, budgets: Sequence[str] = ()) -> dict[str, Any]:
+    def ask(self, case: tuple[Any, ...], budgets: Sequence[str] = ()) -> dict[str, Any]:
         """The answer for a model, or what became of the process."""
-        if self._n_asked % 25 == 0:  # so that memory cannot pile up
+        if self._n_asked % self._n_per_process == 0:
             self.end()
         self._n_asked += 1
         if self._process is None:

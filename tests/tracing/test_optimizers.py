@@ -223,3 +223,60 @@ def test_optimizer_hooks_run_once_a_step() -> None:
     assert calls == []
     step(batches()[0])
     assert calls == ["before", "after"]
+
+
+def _removed_by_hand(model: nn.Module, loss: torch.Tensor) -> None:
+    loss.backward()
+    model.unused.grad = None
+
+
+def _removed_by_a_list(model: nn.Module, loss: torch.Tensor) -> None:
+    params = list(model.parameters())
+    for param, grad in zip(
+        params, torch.autograd.grad(loss, params, allow_unused=True), strict=True
+    ):
+        param.grad = grad
+
+
+def _removed_after_a_change(model: nn.Module, loss: torch.Tensor) -> None:
+    loss.backward()
+    for param in model.parameters():
+        if param.grad is not None:
+            param.grad.mul_(0.5)
+    model.unused.grad = None
+
+
+@pytest.mark.parametrize("is_there_first", [False, True])
+@pytest.mark.parametrize(
+    "backward", [_removed_by_hand, _removed_by_a_list, _removed_after_a_change]
+)
+def test_a_gradient_that_the_step_removes_is_not_used(backward: Any, is_there_first: bool) -> None:
+    """A gradient from before the step must not be there when the optimizer runs."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.unused = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x)
+
+    def fill(model: nn.Module, *_: Any) -> None:
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = Model()
+        if is_there_first:
+            fill(model)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> Any:
+        loss = model(batch).square().mean()
+        backward(model, loss)
+        optimizer.step()
+        return loss
+
+    batches = [torch.randn(3, 4) for _ in range(3)]
+    assert_trains_the_same(train_step, make, batches, after=fill)

@@ -69,6 +69,7 @@ class Program(Uncopyable):
         self._device_types = sorted({s.device.type for s in tape.storages} - {"meta"})
         self._reset_grads = [use.slot for use in recording.grads if not use.reads_old]
         self._final_grads = [(use.slot, use.final) for use in recording.grads]
+        self._grad_slots = [use.slot for use in recording.grads]
         self.outputs = [self.rewritten.node_map[node] for node in recording.outputs]
         self._state: list[torch.Tensor] = []
         self._interruptible: Interruptible | None = None
@@ -190,10 +191,16 @@ class Program(Uncopyable):
         return code.compile()
 
     def _optimizer_step(self, call: OptimizerCall) -> Callable[..., None]:
-        """The function that steps the optimizer, with the user's autograd and autocast modes."""
+        """The function that steps the optimizer, with the user's autograd and autocast modes.
+
+        Parameters that had no gradient when the call was recorded have none in the call: not even
+        one from before the step, which the step has removed.
+        """
+        without = sorted(set(self._grad_slots).difference(call.params))
 
         def step_optimizer(*grads: torch.Tensor) -> None:
             owners = [self._state[index] for index in call.params]
+            others = [(self._state[index], self._state[index].grad) for index in without]
             if not (self.is_early and self._has_updated):
                 self._before_update(owners)
             with ExitStack() as stack:
@@ -204,12 +211,16 @@ class Program(Uncopyable):
                 for kind, dtype in call.autocast.items():
                     stack.enter_context(torch.autocast(kind, dtype=dtype))
                 try:
+                    for other, _ in others:
+                        other.grad = None
                     for owner, grad in zip(owners, grads, strict=True):
                         owner.grad = grad
                     self._optimizer.step()
                 finally:
                     for owner in owners:
                         owner.grad = None
+                    for other, grad_before in others:
+                        other.grad = grad_before
 
         return step_optimizer
 

@@ -29,7 +29,7 @@ from rekindle.tracing.capture_thread import capture_lock
 CallOp = Callable[[int, Any, tuple[Any, ...], dict[str, Any]], Any]  # (index, op, args, kwargs)
 Run = Callable[[CallOp], None]  # runs all ops of a step, each by a call of the given function
 
-_MARK = "rekindle:"
+_MARK = "rekindle op "  # no operator has such a name
 _STEP_REPLAYS = 10
 _LARGE_CACHE_RATIO = 1 / 4  # of the memory available to the process
 

@@ -11,7 +11,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from rekindle.errors import CaptureError
 from rekindle.torch_internals import FakeTensor
-from rekindle.tracing import batch_tree
+from rekindle.tracing import batch_tree, forward_formulas
 from rekindle.tracing.contents import Array, RandomState
 from rekindle.tracing.python_state import PythonState, Write
 from rekindle.tracing.step_state import EntryKind, Slot
@@ -109,6 +109,17 @@ class Checks:
             self._refuse(
                 "the step never calls optimizer.step()",
                 "Call optimizer.step() in the step, on the optimizer that you pass to Rekindle.",
+            )
+
+    def kernels_as_plain(self, tape: Tape, outputs: Iterable[fx.Node]) -> None:
+        """No kernel is asked for results that a plain step may not ask for."""
+        for call in forward_formulas.undecided(tape.calls, outputs):
+            self.refuse_at(
+                Line(call.source.filename, call.source.lineno),
+                f"takes the values alone of {call.node.name.lstrip('_')}, which a plain step may "
+                "compute by another algorithm",
+                "Compute singular values, eigenvalues and norms made of them outside the step, or "
+                "use the vectors, too.",
             )
 
     def no_outside_gradients(self, outside: Iterable[torch.Tensor]) -> None:

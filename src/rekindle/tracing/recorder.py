@@ -38,6 +38,7 @@ from rekindle.tracing import (
     backward_formulas,
     decisions,
     fake_overrides,
+    forward_formulas,
     kernel_check,
     operators,
     rng,
@@ -168,6 +169,8 @@ class Recorder(TorchDispatchMode):
                 f"({node.name()})",
                 "Use loss.backward() or torch.autograd.grad.",
             )
+        if (problem := forward_formulas.problem(func)) is not None:
+            self.refuse(*problem)
         before = _layout(args[0]) if operators.is_in_place(func) and args else None
         is_checked = True
         try:
@@ -186,6 +189,7 @@ class Recorder(TorchDispatchMode):
             self._hold(twin, result)
         else:
             self._record(func, args, kwargs, result)
+            self.tape.calls[-1].may_need_less = forward_formulas.may_need_less(func, args)
             if not is_checked:
                 tensors = list(operators.tensors((args, kwargs)))
                 self.tape.calls[-1].unchecked = kernel_check.forms_of(result, tensors)

@@ -59,6 +59,7 @@ class Call:
     is_random: bool
     flops: int
     unchecked: Any = None  # the fake result's forms, if the kernel is checked in the first step
+    may_need_less: bool = False  # see `forward_formulas`
 
 
 @dataclass(frozen=True, slots=True)

@@ -198,7 +198,7 @@ class _Capture:
         self.checks.result(flat.structure)
         for _, state in self.state.optimizer_state():
             self.recorder.node_of(state)
-        return Recording(
+        recording = Recording(
             tape=self.recorder.tape,
             state=self.state,
             batch_nodes=batch_nodes,
@@ -208,6 +208,8 @@ class _Capture:
             effects=effects,
             decisions=Decisions(self.recorder.known, batch_nodes, self.state.slots),
         )
+        self.checks.kernels_as_plain(recording.tape, recording.outputs)
+        return recording
 
     def _effects(self) -> list[Effect]:
         """The writes to the user's objects, as effects that a captured step repeats."""
