@@ -11,6 +11,7 @@ made-up values, or is not torch's own, is checked in the first real step (`check
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -52,7 +53,7 @@ _DIRECT_BYTES = 4 << 20  # arguments and results up to here are checked at their
 _DIRECT_FLOPS = 10**8
 _LARGEST_BYTES = 512 << 20  # beyond, an operator is checked at a smaller size only
 _LARGEST_FLOPS = 10**11
-_SHRUNK_BYTES = 1 << 20
+_SHRUNK_ELEMENTS = 1 << 18
 _LEAST_SHRUNK_SIZE = 16  # smaller sizes stay: kernel sizes, groups, heads
 
 
@@ -579,10 +580,12 @@ def _mappings(layouts: Sequence[Layout], leaves: Sequence[Any]) -> Iterator[_Map
         if not chosen or chosen in tried:
             continue
         tried.add(chosen)
-        for shift in (3, 5, 8, 12):
+        for shift in (3, 5, 8, 12, 16, 24, 32, 48):
             mapping = _mapping(chosen, shift)
             small = [_shrunk(layout, mapping) for layout in layouts]
-            if sum(layout.end_bytes for layout in small if layout) <= _SHRUNK_BYTES:
+            # Of an expanded tensor, what a kernel makes of it takes the bytes.
+            elements = sum(math.prod(layout.shape) for layout in small if layout)
+            if elements <= _SHRUNK_ELEMENTS:
                 break
         yield mapping
 

@@ -212,15 +212,15 @@ class Checks:
                 "Take the next element outside the step, and pass it in the batch.",
             )
 
-    def randomness(self, sandbox: Sandbox, *, others_drew: bool) -> None:
+    def randomness(self, sandbox: Sandbox, *, drew: bool) -> None:
         """Only torch's operators draw random numbers, and no generator is seeded.
 
-        The interception has refused what it saw. `others_drew` is True if it saw another thread
-        draw from Python's or numpy's generator.
+        The interception has refused what it saw. `drew` is True if Python's or numpy's generator
+        has advanced, and it saw no other thread do that.
         """
         if sandbox.seeded_torch():
             self._refuse(*SEEDS)
-        if not others_drew and sandbox.used_python_random():
+        if drew:
             self._refuse(*DRAWS)
 
 

@@ -175,11 +175,13 @@ class _Capture:
         batch_nodes = [self.recorder.node_of(tensor) for tensor in batch]
         with self._patches() as others_drew, self.fake_mode:
             try:
+                self.sandbox.note_python_random()  # from now on, draws of others are seen
                 self._place_grads()
                 with self.recorder, interruptible().unless(in_bookkeeping) as part:
                     self.recorder.before_op = part.handle_waiting
                     with self.python.watching():
                         result = self._call_step(self.batch.structure.rebuild(batch))
+                drew = self.sandbox.used_python_random(), others_drew()
                 if self.recorder.refusal is not None:  # the step caught it, and went on
                     raise self.recorder.refusal
                 self.checks.settings_unchanged(old_settings, settings(self.optimizer))
@@ -187,14 +189,13 @@ class _Capture:
                 effects = self._effects()
             finally:
                 self.python.restore()  # while what it has noted of the patches is in force
-            drew = others_drew()
         flat = batch_tree.flatten(result)
         self.checks.trains(self.recorder.tape)
         self.checks.no_outside_gradients([*self.outside_leaves, *batch])
         self.checks.requires_grad_unchanged(before, self.recorder.node_of)
         self.checks.captures_are_reused(self.recorder.known.ever_new())
         self.checks.batch_memory_is_distinct(self.batch.tensors, batch_nodes, self.recorder.tape)
-        self.checks.randomness(self.sandbox, others_drew=drew)
+        self.checks.randomness(self.sandbox, drew=drew[0] and not drew[1])
         self.checks.result(flat.structure)
         for _, state in self.state.optimizer_state():
             self.recorder.node_of(state)

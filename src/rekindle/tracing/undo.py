@@ -131,6 +131,10 @@ class Sandbox:
         self._is_alone = threading.active_count() == 1
         self._random_states = random_states()
         self._seeds = _seeds()
+        self.note_python_random()
+
+    def note_python_random(self) -> None:
+        """Note the state of Python's and numpy's generators, as it is now."""
         self._python_random = random.getstate(), np.random.get_state()
 
     def add_tensor(self, tensor: torch.Tensor) -> None:
