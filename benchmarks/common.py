@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("torch", "torchvision", "transformers", "numpy", "triton")
+PACKAGES = ("torch", "torchvision", "timm", "transformers", "numpy", "triton")
 
 
 def environment() -> dict[str, Any]:
