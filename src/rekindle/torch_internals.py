@@ -102,7 +102,7 @@ ForceDispatchKeyGuard = torch._C._ForceDispatchKeyGuard
 included_dispatch_keys = torch._C._dispatch_tls_local_include_set
 excluded_dispatch_keys = torch._C._dispatch_tls_local_exclude_set
 # In a dispatch mode, the state outside of it: whether the user's autocast is on.
-restored_tls = torch._C._RestorePythonTLSSnapshot
+restored_tls = torch._C._RestorePythonTLSSnapshot  # type: ignore[attr-defined]
 # Whether an operator has a kernel of its own for a device, or is composed of others.
 DispatchKey = torch._C.DispatchKey
 # What is excluded below autograd.
