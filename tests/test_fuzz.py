@@ -24,6 +24,7 @@ def test_a_random_program(seed: int) -> None:
         assert not bad, f"python -m benchmarks.fuzz --seed {seed}"
 
 
+@pytest.mark.slow
 def test_most_programs_are_valid_and_accepted() -> None:
     outcomes = [run(seed, ("none",)) for seed in range(100, 130)]
     valid = [cells["none"]["outcome"] for cells in outcomes if "none" in cells]
