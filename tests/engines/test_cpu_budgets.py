@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import rekindle
 from rekindle import pipeline
@@ -44,9 +46,9 @@ def made(kind: type[nn.RNNBase], options: dict[str, Any]) -> tuple[Any, Any, tor
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), torch.randn(6, 3, 16)
 
 
-def least_bytes(parts: tuple[Any, Any, torch.Tensor]) -> int:
+def least_bytes(parts: tuple[Any, Any, torch.Tensor], planner: str = PLANNER) -> int:
     with pytest.raises(rekindle.InfeasibleBudget) as caught:
-        rekindle.optimize(train_step, *parts, budget=1, planner=PLANNER)
+        rekindle.optimize(train_step, *parts, budget=1, planner=planner)
     return caught.value.least_peak_bytes
 
 
@@ -56,6 +58,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"bidirectional": True},
     {"num_layers": 2},
     {"num_layers": 2, "bias": False},
+    {"num_layers": 2, "dropout": 0.3},
+    {"num_layers": 2, "dropout": 0.5, "bidirectional": True},
 ]
 
 
@@ -78,6 +82,74 @@ def test_recurrent_modules(kind: type[nn.RNNBase], options: dict[str, Any]) -> N
         )
         assert peak <= least
         assert torch.equal(losses[-1], expected)
+
+
+class Noisy(nn.Module):
+    """Random operators of all kinds: with and without a generator argument, and a generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.generator = torch.Generator().manual_seed(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.dropout(torch.tanh(self.layers[0](x)), 0.5)
+        x = x * torch.rand_like(x)
+        x, _ = torch.native_dropout(F.gelu(self.layers[1](x)), 0.4, train=True)
+        x = torch.tanh(self.layers[2](x) + torch.randn(x.shape))
+        x = F.rrelu(x * torch.empty_like(x).bernoulli_(0.5, generator=self.generator))
+        x = F.alpha_dropout(torch.sin(self.layers[3](x)), 0.2, training=True)
+        return F.feature_alpha_dropout(x, 0.1, training=True).exp()
+
+
+QUICK, SLOW = ("all", "chen-recursive", "mutwo"), pytest.param("auto", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("rows", [4, 30])
+@pytest.mark.parametrize("planner", [*QUICK, SLOW])
+def test_recomputed_random_ops_take_no_more_than_planned(planner: str, rows: int) -> None:
+    """A generator's state has 5 KB, more than all activations of 4 rows."""
+
+    def made_noisy() -> tuple[Any, Any, torch.Tensor]:
+        torch.manual_seed(0)
+        model = Noisy()
+        return model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(rows, 8)
+
+    model, optimizer, batch = made_noisy()
+    plain = [train_step(model, optimizer, batch) for _ in range(3)]
+    least = least_bytes(made_noisy(), planner)
+    model, optimizer, batch = made_noisy()
+    step = rekindle.optimize(train_step, model, optimizer, batch, budget=least, planner=planner)
+    losses: list[torch.Tensor] = []
+    for expected in plain:
+        peak = peak_bytes(
+            lambda: losses.append(step(batch)), ON_CPU, lambda: step.captured.around(batch)
+        )
+        assert peak <= least
+        assert torch.equal(losses[-1], expected)
+
+
+@pytest.mark.parametrize("width", [5, 16])
+@pytest.mark.parametrize("n_groups", [1, 2])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.NAdam, torch.optim.RMSprop])
+def test_early_updates_take_no_more_than_planned(kind: Any, n_groups: int, width: int) -> None:
+    """An optimizer on lists makes small temporaries for each parameter, group by group."""
+
+    def made_deep() -> tuple[Any, Any, torch.Tensor]:
+        torch.manual_seed(0)
+        sizes = [width, 3 * width, width, 2 * width, width]
+        pairs = [nn.Sequential(nn.Linear(a, b), nn.LogSigmoid()) for a, b in pairwise(sizes)]
+        model = nn.Sequential(*pairs)
+        params = list(model.parameters())
+        groups = [{"params": params[i::n_groups]} for i in range(n_groups)]
+        return model, kind(groups, lr=0.01, foreach=True), torch.randn(3, width)
+
+    least = least_bytes(made_deep())
+    model, optimizer, batch = made_deep()
+    step = rekindle.optimize(train_step, model, optimizer, batch, budget=least, planner=PLANNER)
+    assert step.captured.first.planned.graph.early_updates
+    for _ in range(3):
+        assert peak_bytes(lambda: step(batch), ON_CPU, lambda: step.captured.around(batch)) <= least
 
 
 def test_an_overshoot_is_reported_and_replanned(

@@ -14,9 +14,10 @@ from support.hand_made import BACKWARD, FORWARD, LOSS, Costed, costed_step
 from support.random_steps import random_step
 from support.synthetic import deep_resnet
 
+from rekindle.core.graph.schedule import check
 from rekindle.planners.chain import BlockPartition, Chain, Option, segment_plans
 from rekindle.planners.exact.ilp import optimum
-from rekindle.planners.lowering import keep_all, lower
+from rekindle.planners.lowering import keep_all, lower, to_schedule
 from rekindle.planners.problem import Problem, problem_of
 
 
@@ -302,3 +303,34 @@ def test_it_is_often_the_optimum_on_chains() -> None:
                 equal.append(added_us == best_us.recompute_us)
     assert len(equal) > 30
     assert sum(equal) > 0.7 * len(equal)
+
+
+def gated_step(n: int) -> Problem:
+    """A chain, then a cell that is changed in place by the first one, and again, and copied.
+
+    As in a recurrent layer, whose gates read what one op made for all steps of the sequence.
+    """
+    first, gate, copy = 1, n + 2, n + 3
+    forward = [Costed(FORWARD, [0], [8])]
+    forward += [Costed(FORWARD, [1 + i if i else 0], [4]) for i in range(n)]
+    forward += [
+        Costed(FORWARD, [gate - 1], [4]),
+        Costed(FORWARD, [gate, first], mutates=[gate]),
+        Costed(FORWARD, [gate], mutates=[gate]),
+        Costed(FORWARD, [gate], [4]),
+        Costed(FORWARD, [gate], mutates=[gate]),
+        Costed(LOSS, [gate], [0]),
+    ]
+    gradient = copy + 1
+    backward = [Costed(BACKWARD, [gradient], [1]), Costed(BACKWARD, [gate, copy, gradient + 1])]
+    backward += [Costed(BACKWARD, [1 + i, gradient + 1]) for i in range(n, 0, -1)]
+    return problem_of(*costed_step(*forward, *backward))
+
+
+def test_what_reads_a_version_that_is_gone_is_pinned_as_its_writer_is() -> None:
+    problem = gated_step(40)
+    found = Chain(problem)
+    changes = [op for op, cells in enumerate(problem.writes) if cells and op > 41]
+    assert not any(problem.can_keep[problem.writes[op][0]] for op in changes[:2])
+    assert found.blocks.pinned == set(changes)
+    check(problem.graph, to_schedule(lower(problem, found.least_peak())))

@@ -211,10 +211,12 @@ def test_a_batch_norm_is_computed_again_from_its_statistics() -> None:
 
 
 def random_choices(rng: random.Random, problem: Problem) -> Choices:
-    """Any cells kept, any held late."""
+    """Any cells kept, overwritten ones, too, for which that means nothing; any held late."""
     share = rng.random()
     chosen = choices(problem, [c for c in range(problem.n_cells) if rng.random() < share])
     for cell in range(problem.n_cells):
+        if not problem.can_keep[cell] and rng.random() < 0.3:
+            chosen.keep[cell] = True
         if rng.random() < 0.3:
             chosen.hold_from[cell] = rng.randint(0, problem.n_ops)
     return chosen

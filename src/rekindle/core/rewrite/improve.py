@@ -8,7 +8,7 @@ Storages and names of ops stay the same, so that costs carry over.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -291,14 +291,19 @@ def carry_over(profile: Profile, graph: StepGraph, improved: StepGraph) -> Profi
     needs = _sum_of_two_largest if is_one_by_one else sum
     most = max(1, max((max(each, default=0) for each in grads), default=0))
     whole = most if is_one_by_one else all_bytes
+    owner = _owners(graph, improved, lost)
+
+    def workspace(op: Op, part: list[int]) -> int:
+        share = -(-extra_bytes * needs(part) // whole)
+        params = {improved.values[value].name for value in op.mutates}
+        others = {storage for storage, param in owner.items() if param not in params}
+        own = _extra_bytes(graph, profile, lost, without=others)
+        return max(share, own, min(extra_bytes, _FIXED_WORKSPACE_BYTES))
+
     found = tuple(
         cost_of[op.name]
         if op.name in cost_of
-        else OpCost(
-            time_us * sum(part) / all_bytes,
-            max(-(-extra_bytes * needs(part) // whole), min(extra_bytes, _FIXED_WORKSPACE_BYTES)),
-            is_measured=True,
-        )
+        else OpCost(time_us * sum(part) / all_bytes, workspace(op, part), is_measured=True)
         for op, part in zip(improved.ops, grads, strict=True)
     )
     return replace(profile, fingerprint=improved.fingerprint, costs=found)
@@ -321,12 +326,39 @@ def _grads_of(graph: StepGraph, op: Op) -> set[int]:
     return {storage for storage in read if graph.storages[storage].role is Role.GRAD}
 
 
-def _extra_bytes(graph: StepGraph, profile: Profile, ops: Sequence[Op]) -> int:
-    """The peak of the temporaries and workspaces of the optimizer's ops."""
+def _owners(graph: StepGraph, improved: StepGraph, ops: Sequence[Op]) -> dict[int, str]:
+    """By storage: the parameter that the optimizer's `ops` compute it for, if it is known.
+
+    An op on lists of tensors computes its i-th result from the i-th tensors of its arguments.
+    """
+    storage_of = {value.name: value.storage for value in graph.values}
+    owner: dict[int, str] = {}
+    for op in improved.ops:
+        if op.kind is OpKind.UPDATE:
+            names = [improved.values[value].name for value in op.inputs]
+            for grad, param in zip(names, names[len(op.mutates) :], strict=False):
+                owner[storage_of[grad]] = owner[storage_of[param]] = param
+    for op in ops:
+        for results in (op.outputs, op.mutates):
+            n = len(results)
+            for index, result in enumerate(results):
+                sources = op.inputs[index::n] if len(op.inputs) % n == 0 else op.inputs
+                found = {owner.get(graph.values[value].storage) for value in sources} - {None}
+                storage = graph.values[result].storage
+                if len(found) == 1:
+                    owner.setdefault(storage, str(found.pop()))
+    return owner
+
+
+def _extra_bytes(
+    graph: StepGraph, profile: Profile, ops: Sequence[Op], without: Set[int] = frozenset()
+) -> int:
+    """The peak of the temporaries, except some, and workspaces of the optimizer's ops."""
     if not ops:
         return 0
     liveness, sizes = analyze(graph), graph.sizes_bytes
     made = {graph.values[value].storage for op in ops for value in op.outputs}
-    own = np.array(sorted(made - set(np.flatnonzero(liveness.is_resident))), dtype=np.int64)
+    made -= {*np.flatnonzero(liveness.is_resident).tolist(), *without}
+    own = np.array(sorted(made), dtype=np.int64)
     live = live_bytes(liveness.birth[own], liveness.release[own], sizes[own], len(graph.ops))
     return max(int(live[op.index]) + profile.costs[op.index].workspace_bytes for op in ops)
