@@ -31,6 +31,7 @@ def calls(op: OpOverload) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments that suit most operators, by name and type, for the default generator."""
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
+    skips = False  # an argument was left out
     for argument in op._schema.arguments:
         kind = str(argument.type)
         known = {
@@ -53,10 +54,11 @@ def calls(op: OpOverload) -> tuple[tuple[Any, ...], dict[str, Any]]:
         elif kind == "Tensor":
             value = torch.rand(4, 5)
         elif argument.has_default_value():
+            skips = True
             continue
         else:
             value = {"float": 0.5, "number": 0.5, "bool": True}.get(kind)
-        if argument.kwarg_only:
+        if argument.kwarg_only or skips:
             kwargs[argument.name] = value
         else:
             args.append(value)

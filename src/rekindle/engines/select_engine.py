@@ -44,6 +44,7 @@ class EngineFactory:
         check_engine(name)
         self._progress = progress
         self._device = device
+        self._asks_for_graphs = name == "cudagraph"
         self._recorder: CudaGraphRecorder | None = None
         self._compiler: GroupCompiler | None = None
         self._compiler_reason = ""
@@ -138,5 +139,5 @@ class EngineFactory:
 
     def _without_graphs(self, reason: str) -> None:
         self._graphs_reason = f"running without CUDA graphs: {reason}"
-        if self._device.type == "cuda":
+        if self._asks_for_graphs or self._device.type == "cuda":
             log.info("%s", self._graphs_reason)

@@ -182,6 +182,7 @@ class _Capture:
                     with self.python.watching():
                         result = self._call_step(self.batch.structure.rebuild(batch))
                 drew = self.sandbox.used_python_random(), others_drew()
+                self.sandbox.is_only_drawer = not drew[1]
                 if self.recorder.refusal is not None:  # the step caught it, and went on
                     raise self.recorder.refusal
                 self.checks.settings_unchanged(old_settings, settings(self.optimizer))

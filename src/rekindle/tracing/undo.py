@@ -131,6 +131,7 @@ class Sandbox:
         self._is_alone = threading.active_count() == 1
         self._random_states = random_states()
         self._seeds = _seeds()
+        self.is_only_drawer = False  # True if no other thread has drawn from them meanwhile
         self.note_python_random()
 
     def note_python_random(self) -> None:
@@ -170,7 +171,7 @@ class Sandbox:
             undo()
         if self._is_alone or self.seeded_torch():
             set_random_states(self._random_states)
-        if self._is_alone:
+        if self._is_alone or self.is_only_drawer:
             random.setstate(self._python_random[0])
             np.random.set_state(self._python_random[1])
         torch.clear_autocast_cache()
