@@ -25,7 +25,7 @@ from rekindle.core.notebook import html_table, one_line
 from rekindle.core.uncopyable import Uncopyable
 from rekindle.engines.engine import EngineInfo
 from rekindle.engines.select_engine import EngineFactory
-from rekindle.errors import RekindleError, ReportError
+from rekindle.errors import CaptureError, RekindleError, ReportError
 from rekindle.measuring.timing import Measurement, PeakMonitor, measure, resident_tensors
 from rekindle.pipeline import PlannedStep, PlanRequest, Variant, device_of, prepare_step, replan
 from rekindle.report.html import write_html
@@ -500,6 +500,7 @@ def _state_of(variant: Variant, batch: list[torch.Tensor]) -> list[torch.Tensor]
 
 def check_types(train_step: Any, model: Any, optimizer: Any) -> None:
     """Refuse arguments of wrong types, or in the wrong order."""
+    _refuse_distributed(model)
     for name, value, kind in (
         ("model", model, nn.Module),
         ("optimizer", optimizer, torch.optim.Optimizer),
@@ -511,3 +512,22 @@ def check_types(train_step: Any, model: Any, optimizer: Any) -> None:
             )
     if not callable(train_step) or isinstance(train_step, nn.Module):
         raise TypeError("train_step must be a function of (model, optimizer, batch)")
+
+
+_DISTRIBUTED = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DTensor")
+
+
+def _refuse_distributed(model: Any) -> None:
+    """Refuse a model that is spread over processes: its collectives cannot be captured."""
+    parts = [*model.modules(), *model.parameters()] if isinstance(model, nn.Module) else []
+    for part in parts:
+        names = {kind.__name__ for kind in type(part).__mro__}
+        found = next((name for name in _DISTRIBUTED if name in names), None)
+        if found is not None:
+            raise CaptureError(
+                f"the model uses {found}, and rekindle.optimize captures one process only",
+                filename="rekindle.optimize",
+                lineno=0,
+                advice="Keep your loop, and use rekindle.compile(model, budget=...), which works "
+                "with it.",
+            )

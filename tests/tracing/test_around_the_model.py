@@ -252,3 +252,17 @@ def test_the_shape_in_use_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> N
         step(first[:rows])
         step(first)
     assert kept in step.captured.variants
+
+
+class DistributedDataParallel(nn.Module):
+    """Named like torch's, which needs a process group."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+def test_distributed_models_are_refused_at_the_door() -> None:
+    model, optimizer = made()
+    with pytest.raises(rekindle.CaptureError, match=r"(?s)DistributedData.*rekindle\.compile"):
+        rekindle.optimize(plain_step, DistributedDataParallel(model), optimizer, batches()[0])
