@@ -30,6 +30,7 @@ _BELOW_TORCH = tuple(
     for name in ("typing_extensions.py", "sympy", "mpmath", "networkx", "triton", "functorch")
 )
 _WHOLESALE = {"vars", "__dict__", "asdict", "astuple"}
+_BY_NAME = {"getattr", "setattr", "hasattr", "delattr", "attrgetter"}
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def names_in(code: CodeType) -> CodeNames:
     return CodeNames(
         frozenset(loaded_globals),
         texts.union(attributes),
-        not _WHOLESALE.isdisjoint(code.co_names),
+        not _WHOLESALE.isdisjoint(code.co_names) or _names_at_run_time(instructions),
         texts,
         uses,
         stored,
@@ -106,6 +107,31 @@ def names_in(code: CodeType) -> CodeNames:
 _NO_NAMES = CodeNames(
     frozenset(), frozenset(), False, frozenset(), {}, {}, {}, frozenset(), {}, frozenset()
 )
+
+
+def _names_at_run_time(instructions: list[dis.Instruction]) -> bool:
+    """True if an attribute may be read whose name is no constant: `getattr(config, name)`."""
+    for index, each in enumerate(instructions):
+        if each.opname.startswith("LOAD") and each.argval in _BY_NAME:
+            arguments = itertools.takewhile(
+                lambda i: not i.opname.startswith("CALL"), instructions[index + 1 :]
+            )
+            found = list(arguments)
+            pairs = zip(found, [*found[1:], None], strict=True)
+            if not any(_is_name(one) and not _computes(other) for one, other in pairs):
+                return True
+    return False
+
+
+def _is_name(instruction: dis.Instruction) -> bool:
+    value = instruction.argval
+    return "CONST" in instruction.opname and isinstance(value, str) and value.isidentifier()
+
+
+def _computes(instruction: dis.Instruction | None) -> bool:
+    """True if an instruction makes another text of a constant: `prefix.join(…)`, `prefix + …`."""
+    operations = ("LOAD_METHOD", "LOAD_ATTR", "BINARY", "BUILD", "FORMAT")
+    return instruction is not None and instruction.opname.startswith(operations)
 
 
 def _is_attribute(instruction: dis.Instruction) -> bool:

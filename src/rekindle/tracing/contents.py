@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import hashlib
 import operator
 import pickle
 import random
 import types
-import zlib
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -157,7 +157,8 @@ class Attributes(Items):
     def restore(self) -> None:
         Content.restore(self)
         now = self.attributes
-        if self.names is None and list(now) != list(self.before):
+        is_whole = self.names is None and isinstance(now, dict)
+        if is_whole and list(now) != list(self.before):
             for key in self.before:
                 now[key] = now.pop(key)
 
@@ -234,15 +235,32 @@ class Elements(Content):
             self.assign(WHOLE, self.before[WHOLE])
 
 
-class Array(Content):
-    """The bytes of a numpy array, as a checksum."""
+class ContextVariable(Cell):
+    """A `contextvars.ContextVar`."""
 
     def read(self) -> Mapping[Any, Any]:
+        value = self.owner.get(ABSENT)
+        return {} if value is ABSENT else {self.path: value}
+
+    def assign(self, key: Any, value: Any) -> None:
+        self.owner.set(value)
+
+    def remove(self, key: Any) -> None:
+        """Nothing: a variable that was set stays so."""
+
+
+class Array(Content):
+    """The bytes of a numpy array or another buffer, as a checksum."""
+
+    def read(self) -> Mapping[Any, Any]:
+        if not isinstance(self.owner, np.ndarray):
+            with memoryview(self.owner) as buffer:
+                return {WHOLE: (buffer.format, buffer.shape, _digest(buffer.tobytes()))}
         array: np.ndarray[Any, Any] = self.owner
         form = str(array.dtype), array.shape
         if array.dtype.hasobject:
             return {WHOLE: (*form, repr(array.tolist()))}
-        return {WHOLE: (*form, zlib.crc32(array.tobytes()))}
+        return {WHOLE: (*form, _digest(array.tobytes()))}
 
     def label(self, key: Any) -> str:
         return self.path
@@ -266,6 +284,10 @@ class RandomState(Array):
         if isinstance(self.owner, np.random.Generator):
             return {WHOLE: pickle.dumps(self.owner.bit_generator.state)}
         return {WHOLE: pickle.dumps(self.owner.get_state())}
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()
 
 
 class TensorPlace(NamedTuple):

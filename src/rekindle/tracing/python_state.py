@@ -10,15 +10,19 @@ writes can be found, replayed and undone, and a guard can compare it before each
 
 from __future__ import annotations
 
+import contextvars
 import enum
 import functools
 import gc
 import io
 import logging
+import operator
 import os
 import random
 import sys
+import threading
 import types
+import weakref
 from collections import deque
 from collections.abc import (
     Callable,
@@ -58,6 +62,7 @@ from rekindle.tracing.contents import (
     Attributes,
     Cell,
     Content,
+    ContextVariable,
     Elements,
     Items,
     RandomState,
@@ -190,8 +195,6 @@ class PythonState:
         names = self.codes[code] = names_in(code)
         if not is_noted(code):
             return
-        new = names.attributes - self._names
-        self._names |= new
         held = self._scope(scope)
         assert held.names is not None
         added = {name for name in names.globals if name in scope or not _is_builtin(name)}
@@ -206,14 +209,18 @@ class PythonState:
             self._note_chain(sys.modules.get(name), [attribute])
         for function in list(self._functions.get(code, ())):
             self._enter_function(function)
-        for content in list(self._filtered):
-            self._note_entries(content, new)
+        self._add_names(names.attributes)
+        if names.is_wholesale:
+            for first, *rest in names.chains:
+                if not rest and isinstance(scope.get(first), types.ModuleType):
+                    for name, value in list(vars(scope[first]).items()):
+                        if isinstance(value, CONSTANTS):
+                            self._note_chain(scope[first], [name])
         if names.is_wholesale and not self._is_wholesale:
             self._is_wholesale = True
             for content in list(self._filtered):
-                if isinstance(content.attributes, dict):
-                    content.names = None
-                    self._note_entries(content, set(content.attributes))
+                content.names = None
+                self._note_entries(content, set(content.attributes))
 
     def _note_chain(self, value: Any, attributes: list[str]) -> None:
         """Note the attributes of modules in `module.attribute`, or `package.module.attribute`."""
@@ -363,6 +370,8 @@ class PythonState:
                 pass  # what the step draws of it is refused, see `intercept`
             case random.Random() | np.random.Generator() | np.random.RandomState():
                 self._add(RandomState(path, value))
+            case weakref.ReferenceType():
+                self._visit(value(), f"{path}()")
             case tuple():
                 for index, element in enumerate(value):
                     self._visit(element, f"{path}[{index}]")
@@ -388,7 +397,8 @@ class PythonState:
             is_items = isinstance(value, MutableMapping)
             if not is_items or isinstance(value, dict):
                 self._add((Items if is_items else Elements)(path, value))
-        attributes = batch_tree.attributes_of(value)
+        is_local = isinstance(value, threading.local)  # whose dict is this thread's
+        attributes = value.__dict__ if is_local else batch_tree.attributes_of(value)
         if attributes is not None:
             of_torch = is_of_torch(sys.modules.get(type(value).__module__))
             names = None if of_torch or isinstance(value, Collection) else self._names
@@ -397,7 +407,36 @@ class PythonState:
         slots = _slots(type(value))  # type: ignore[arg-type]
         if slots:
             self._add(Slots(path, value, slots))
+        if attributes is None and not slots and value not in self._contents:
+            self._visit_opaque(path, value)
         self._visit_class(type(value))
+
+    def _visit_opaque(self, path: str, value: Any) -> None:
+        """Note what an object without attributes leads to: a variable, a buffer, other objects."""
+        if isinstance(value, contextvars.ContextVar):
+            self._add(ContextVariable(value.name, value))
+            return
+        if isinstance(value, (operator.attrgetter, operator.methodcaller)):
+            names = [each for each in value.__reduce__()[1] if isinstance(each, str)]
+            self._add_names({part for name in names for part in name.split(".")})
+            return
+        try:
+            memoryview(value).release()
+        except (TypeError, ValueError, BufferError):
+            pass
+        else:
+            self._add(Array(path, value))
+            return
+        for each in gc.get_referents(value):
+            if not isinstance(each, (type, types.ModuleType)):
+                self._visit(each, path)
+
+    def _add_names(self, names: Set[str]) -> None:
+        """Note attributes of these names of all objects."""
+        new = names - self._names
+        self._names |= new
+        for content in list(self._filtered):
+            self._note_entries(content, new)
 
     def _visit_attributes(
         self, path: str, owner: Any, attributes: Any, names: set[str] | None
