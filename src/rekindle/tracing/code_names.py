@@ -30,6 +30,16 @@ _BELOW_TORCH = tuple(
     for name in ("typing_extensions.py", "sympy", "mpmath", "networkx", "triton", "functorch")
 )
 _WHOLESALE = {"vars", "__dict__", "asdict", "astuple"}
+_LOADS = (
+    "LOAD_FAST",
+    "LOAD_DEREF",
+    "LOAD_GLOBAL",
+    "LOAD_CONST",
+    "LOAD_ATTR",
+    "PUSH",
+    "PRECALL",
+    "KW",
+)
 _BY_NAME = {"getattr", "setattr", "hasattr", "delattr", "attrgetter"}
 
 
@@ -117,21 +127,15 @@ def _names_at_run_time(instructions: list[dis.Instruction]) -> bool:
                 lambda i: not i.opname.startswith("CALL"), instructions[index + 1 :]
             )
             found = list(arguments)
-            pairs = zip(found, [*found[1:], None], strict=True)
-            if not any(_is_name(one) and not _computes(other) for one, other in pairs):
-                return True
+            only_loads = all(i.opname.startswith(_LOADS) for i in found)
+            if not (only_loads and any(map(_is_name, found))):
+                return True  # the name may be computed
     return False
 
 
 def _is_name(instruction: dis.Instruction) -> bool:
     value = instruction.argval
     return "CONST" in instruction.opname and isinstance(value, str) and value.isidentifier()
-
-
-def _computes(instruction: dis.Instruction | None) -> bool:
-    """True if an instruction makes another text of a constant: `prefix.join(…)`, `prefix + …`."""
-    operations = ("LOAD_METHOD", "LOAD_ATTR", "BINARY", "BUILD", "FORMAT")
-    return instruction is not None and instruction.opname.startswith(operations)
 
 
 def _is_attribute(instruction: dis.Instruction) -> bool:

@@ -427,6 +427,8 @@ class PythonState:
         else:
             self._add(Array(path, value))
             return
+        if type(value).__module__ not in ("builtins", "collections", "functools", "itertools"):
+            return
         for each in gc.get_referents(value):
             if not isinstance(each, (type, types.ModuleType)):
                 self._visit(each, path)
