@@ -83,12 +83,30 @@ class Checkpointed(nn.Module):
         return self.body(checkpoint(self.body, y, use_reentrant=False))
 
 
+class EarlyViews(nn.Module):
+    """Views that are taken before a write and read after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            kept = layer(x) + 1
+            x = kept.clone()
+            first = x[:, :1]
+            x[:, 1:3], last = x[:, 2:4].tanh(), x[:, 2:]
+            x = x * first.sum() * kept + last.sigmoid().sum()
+        return x
+
+
 MODELS: dict[str, Callable[[], Parts]] = {
     "residual": lambda: parts(Residual(), torch.randn(4, 3, 8, 8)),
     "generator": lambda: parts(WithGenerator(), torch.randn(8, 16)),
     "checkpointed": lambda: parts(Checkpointed(), torch.randn(8, 16)),
     "lstm": lambda: parts(Recurrent(), torch.randn(5, 4, 8)),
     "nested": lambda: parts(Nested(), torch.randn(64, 8)),
+    "views": lambda: parts(EarlyViews(), torch.randn(16, 8)),
 }
 
 

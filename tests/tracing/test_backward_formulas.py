@@ -145,6 +145,51 @@ def test_steps_train_the_same(name: str) -> None:
     assert step.n_captures == 1
 
 
+LAYOUTS: dict[str, Any] = {
+    "transposed": lambda x: x.mT.clone(memory_format=torch.contiguous_format).mT,
+    "every other": lambda x: x.repeat_interleave(2, 1)[:, ::2],
+    "expanded": lambda x: x[:1].expand(5, 6),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["cumprod", "prod", "prod of rows", "max", "median", "bce"])
+def test_layouts_of_gradients_are_those_of_the_plain_step(name: str, layout: str) -> None:
+    """`is_contiguous` decides by them what the step does."""
+
+    def train_step(model: nn.Module, optimizer: Any, batch: Any) -> torch.Tensor:
+        made = LAYOUTS[layout](model(batch)).detach().requires_grad_()
+        (grad,) = torch.autograd.grad(LOSSES[name](made, batch[:, :6]), made)
+        loss: torch.Tensor = (model(batch) * grad).sum() * (2 if grad.is_contiguous() else 3)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    g = torch.Generator().manual_seed(1)
+    batches = [torch.randn(5, 8, generator=g) for _ in range(2)]
+    assert_trains_the_same(train_step, made, batches)
+
+
+def test_a_layout_that_depends_on_values_is_refused() -> None:
+    """With a zero among its factors, the gradient of a product has another layout."""
+
+    def train_step(model: nn.Module, optimizer: Any, batch: Any) -> torch.Tensor:
+        factors = (model(batch) * batch[:, :6]).mT.clone(memory_format=torch.contiguous_format).mT
+        loss = factors.prod(1).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    batch = torch.randn(5, 8)
+    step = rekindle.optimize(train_step, *made(), batch)
+    step(batch)
+    batch[0, 0] = 0.0
+    with pytest.raises(rekindle.CaptureError, match="contiguous"):
+        step(batch)
+
+
 def test_gradients_of_such_gradients_are_refused() -> None:
     def train_step(model: nn.Module, optimizer: Any, batch: Any) -> torch.Tensor:
         loss = model(batch).prod(1).sum()

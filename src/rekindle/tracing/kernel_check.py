@@ -37,7 +37,9 @@ from rekindle.tracing import fake_overrides, operators
 
 aten = torch.ops.aten
 
-_OWN_NAMESPACES = frozenset({"aten", "prims", "torchvision"})  # others may have side effects
+_OWN_NAMESPACES = frozenset({"aten", "prims", "torchvision", "rekindle"})  # without side effects
+# Of other layouts for other values: gradients of products take another way where there are zeros.
+_BY_VALUE = "rekindle"
 # Kernels that take integers for addresses, without a check: not for made-up values.
 _UNSAFE = frozenset(
     {
@@ -143,7 +145,7 @@ def call(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
         raise KernelDiffers(verdict.problem)
     if verdict.forms is not None:
         result = _rebuilt(verdict, result, tensors)
-    return result, verdict.is_checked
+    return result, verdict.is_checked and op.namespace != _BY_VALUE
 
 
 def _fake(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -431,11 +433,14 @@ def checked_in_step(op: OpOverload, expected: Forms, source: Source) -> Callable
     def checked(*args: Any, **kwargs: Any) -> Any:
         result = op(*args, **kwargs)
         if forms_of(result, list(operators.tensors((args, kwargs)))) != expected:
+            is_own = op.namespace in _OWN_NAMESPACES
             raise CaptureError(
                 f"{op} returned a tensor of another shape, layout or dtype than on fake tensors",
                 filename=source.filename,
                 lineno=source.lineno,
-                advice="Give the operator a fake implementation that returns what its kernel "
+                advice="Make the tensors that this line works on contiguous()."
+                if is_own
+                else "Give the operator a fake implementation that returns what its kernel "
                 "does, strides included: torch.library.register_fake(...).",
             )
         return result
@@ -469,7 +474,7 @@ _FILLS: tuple[_Fill, ...] = (_zeros, _ones, _identity)
 def _fills(op: OpOverload) -> tuple[_Fill, ...]:
     """The values to try. Pivots count from 1, and LAPACK does not check them."""
     has_pivots = any("pivots" in argument.name.lower() for argument in op._schema.arguments)
-    return _FILLS[1:] if has_pivots else _FILLS
+    return _FILLS[1:] if has_pivots or op.namespace == _BY_VALUE else _FILLS
 
 
 def _empty(layouts: Sequence[Layout]) -> list[torch.Tensor]:
