@@ -458,6 +458,22 @@ def install(name: str, source: str, folder: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.syspath_prepend(libraries)
 
 
+TYPED = """
+def train_step(model, optimizer, batch):
+    loss = model(batch[0]).sum()
+    loss.item()
+    return loss
+"""
+
+
+@pytest.mark.parametrize("filename", ["<stdin>", "<string>", "<ipython-input-1-abc>"])
+def test_code_that_was_typed(filename: str) -> None:
+    """Names of the files of interpreters and notebooks are no reason to name another line."""
+    scope: dict[str, Any] = {}
+    exec(compile(TYPED, filename, "exec"), scope)
+    assert str(refusal(scope["train_step"])).startswith(f"{filename}:4: ")
+
+
 def test_value_read_in_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The user's call into an installed library is named, not the library's line."""
     source = "def accuracy(a, b):\n    return (a.argmax(1) == b).float().mean().item()\n"

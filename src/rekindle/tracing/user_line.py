@@ -15,7 +15,9 @@ _TORCH = str(Path(torch.__file__).parent) + os.sep  # not torchvision
 _PACKAGE = Path(__file__).parents[1]
 # The built-in models count as the user's code.
 _REKINDLE = tuple(str(path) for path in _PACKAGE.iterdir() if path.name != "models")
-_INTERNAL = (_TORCH, *_REKINDLE, "<")  # names of generated code start with "<"
+# Code that is made at run time; that of a user has names like "<stdin>" and "<ipython-input-1>".
+_GENERATED = ("<frozen", "<eval_with_key>", "<rekindle ", "<__array_function__", "<torch_package")
+_INTERNAL = (_TORCH, *_REKINDLE, *_GENERATED)
 _LIBRARY_FOLDERS = {"site-packages", "dist-packages"}
 _LOSS_FUNCTIONS = frozenset(
     {
@@ -93,7 +95,7 @@ def place(lines: list[Line], fallback: Line) -> Place:
     own = user_line(lines, fallback)
     within = ""
     for line in lines:
-        if line.filename.startswith(("<", *_REKINDLE)):
+        if line.filename.startswith((*_GENERATED, *_REKINDLE)):
             continue
         path = line.filename.replace(os.sep, "/")
         advice = next((text for part, text in _ADVICE.items() if part in path), None)
