@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "fuzz_cpu.json"
 LIMIT_S = 120.0  # for one program
 N_PER_PROCESS = 400
-BAD = ("wrong", "raw", "died")
+BAD = ("wrong", "over", "raw", "died")
 Json = dict[str, Any]
 
 

@@ -1,8 +1,9 @@
 """Trains one random program plainly and with Rekindle, without a budget and with two.
 
 A cell's outcome is one of: "equal" (the same bits), "refused" (an error of Rekindle's), "wrong"
-(other bits, or no error where the plain step raises), "raw" (any other error), or "unstable" (two
-plain trainings differ). A program that fails plainly in its first step is "invalid".
+(other bits, or no error where the plain step raises), "over" (a step took more than its budget),
+"raw" (any other error), or "unstable" (two plain trainings differ). A program that fails plainly in
+its first step is "invalid".
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import logging
 import re
 import traceback
 import warnings
@@ -29,6 +31,7 @@ from rekindle.torch_internals import FakeTensor, pytree
 BUDGETS = ("none", "halfway", "least")
 # Most programs are planned in milliseconds; some by the default planner, in seconds.
 PLANNERS = (*(("mutwo", "all", "mutwo", "chen-sqrt", "mutwo") * 3), "auto")
+LOG = logging.getLogger("rekindle")
 N_REPEATS = 4  # of the plain training, before bits are called wrong
 Json = dict[str, Any]
 Step = Callable[[Any], Any]
@@ -170,7 +173,34 @@ def _check_trace(objects: Objects, before: Training, kept: Any) -> None:
         raise AssertionError(f"the capture left a trace: {', '.join(changed)[:300]}")
 
 
+class _Overshoots(logging.Handler):
+    """The warnings about steps that took more than their budget."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.found: list[str] = []
+
+    def __enter__(self) -> _Overshoots:
+        LOG.addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        LOG.removeHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.msg.startswith("the step took"):
+            self.found.append(record.getMessage())
+
+
 def _cell(make: Callable[[], Objects], plain: Training, options: Json) -> Json:
+    with _Overshoots() as overshoots:
+        outcome = _outcome(make, plain, options)
+    if overshoots.found and outcome["outcome"] == "equal":
+        return {"outcome": "over", "reason": overshoots.found[0]}
+    return outcome
+
+
+def _outcome(make: Callable[[], Objects], plain: Training, options: Json) -> Json:
     try:
         found = _trained(make, options)
     except AssertionError as error:

@@ -175,6 +175,7 @@ class Sandbox:
             random.setstate(self._python_random[0])
             np.random.set_state(self._python_random[1])
         torch.clear_autocast_cache()
+        self._undo = []  # hold no gradient that a step frees
 
 
 class Interruptible:
