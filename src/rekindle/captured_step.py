@@ -26,6 +26,7 @@ from rekindle.core.uncopyable import Uncopyable
 from rekindle.engines.engine import EngineInfo
 from rekindle.engines.select_engine import EngineFactory
 from rekindle.errors import CaptureError, RekindleError, ReportError
+from rekindle.measuring.meters import Resident
 from rekindle.measuring.timing import Measurement, PeakMonitor, measure, resident_tensors
 from rekindle.pipeline import PlannedStep, PlanRequest, Variant, device_of, prepare_step, replan
 from rekindle.report.html import write_html
@@ -143,7 +144,7 @@ class CapturedStep(Uncopyable):
         """The recording of the first capture."""
         return self.first.recording
 
-    def around(self, batch: Any) -> list[Any]:
+    def around(self, batch: Any) -> list[Resident]:
         """The tensors that are live before a step on this batch."""
         return resident_tensors(self._model, self._optimizer, batch)
 

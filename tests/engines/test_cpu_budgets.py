@@ -190,3 +190,45 @@ def test_a_profiler_of_the_user_is_left_alone() -> None:
         step(parts[2])
     assert profiler.events()
     assert not step.captured.first.is_held
+
+
+def parts_of_more() -> tuple[nn.Module, torch.Tensor]:
+    """A batch and a parameter that are parts of larger tensors."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8, bias=False))
+    model[2].weight = nn.Parameter(torch.randn(16, 8)[::2])
+    return model, torch.randn(9, 16)[1:, ::2]
+
+
+def whole() -> tuple[nn.Module, torch.Tensor]:
+    return nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.Linear(8, 8)), torch.randn(8, 8)
+
+
+def leaves_gradients(model: nn.Module, optimizer: Any, batch: Any) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss: torch.Tensor = model(batch).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adafactor])
+@pytest.mark.parametrize("step_function", [train_step, leaves_gradients])
+@pytest.mark.parametrize("make", [whole, parts_of_more])
+def test_every_step_of_every_capture_keeps_the_least_budget(
+    make: Any, step_function: Any, kind: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also when model and gradients are as earlier steps left them."""
+    model, batch = make()
+    optimizer = kind(model.parameters(), lr=0.01)
+    with pytest.raises(rekindle.InfeasibleBudget) as caught:
+        rekindle.optimize(step_function, model, optimizer, batch, budget=1, planner=PLANNER)
+    least = caught.value.least_peak_bytes
+    step = rekindle.optimize(step_function, model, optimizer, batch, budget=least, planner=PLANNER)
+    for i in range(4):  # a step that is captured is measured without the capture, and reported
+        step(batch)
+        model.train(i % 2 == 1)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert step.n_captures == 2
+    for i in range(2):
+        assert peak_bytes(lambda: step(batch), ON_CPU, lambda: step.captured.around(batch)) <= least
+        model.train(i % 2 == 1)

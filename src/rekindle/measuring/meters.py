@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -240,7 +240,7 @@ def release_cached_memory(device: torch.device) -> None:
 
 
 def peak_bytes(
-    step: Callable[[], Any], device: torch.device, resident: Callable[[], Iterable[Any]]
+    step: Callable[[], Any], device: torch.device, resident: Callable[[], Iterable[Resident]]
 ) -> int:
     """Run a step, and return the peak of the bytes allocated on a device.
 
@@ -267,21 +267,33 @@ def peak_bytes(
     return peak
 
 
+class Resident(NamedTuple):
+    """A tensor that exists before a step, and the bytes of its storage that count."""
+
+    tensor: torch.Tensor
+    nbytes: int
+
+
+def covered_bytes(tensor: torch.Tensor) -> int:
+    """The bytes from a tensor's first element to its last one."""
+    if tensor.numel() == 0:
+        return 0
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return int(1 + sum((n - 1) * step for n, step in steps)) * tensor.dtype.itemsize
+
+
 class CpuWatch:
     """Watches the CPU's allocator from its creation until `stop`.
 
     `resident` are the tensors that exist now. Those that are freed meanwhile do not count.
     """
 
-    def __init__(self, resident: Iterable[Any]) -> None:
-        self._storages = {
-            leaf.untyped_storage().data_ptr(): (
-                leaf.untyped_storage().nbytes(),
-                StorageWeakRef(leaf.untyped_storage()),
-            )
-            for leaf in resident
-            if isinstance(leaf, torch.Tensor) and not leaf.is_meta
-        }
+    def __init__(self, resident: Iterable[Resident]) -> None:
+        self._storages: dict[int, tuple[int, Any]] = {}
+        for tensor, nbytes in resident:
+            storage = tensor.untyped_storage()
+            others, _ = self._storages.get(storage.data_ptr(), (0, None))
+            self._storages[storage.data_ptr()] = max(nbytes, others), StorageWeakRef(storage)
         self._profiler = _profiled_memory()
         self._profiler.__enter__()
 

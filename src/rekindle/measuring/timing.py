@@ -13,7 +13,13 @@ import torch
 from torch import nn
 
 from rekindle.core.notebook import html_table, one_line
-from rekindle.measuring.meters import CpuWatch, cuda_samples_us, peak_bytes
+from rekindle.measuring.meters import (
+    CpuWatch,
+    Resident,
+    covered_bytes,
+    cuda_samples_us,
+    peak_bytes,
+)
 from rekindle.torch_internals import is_profiler_enabled, pytree
 from rekindle.tracing.capture_thread import capture_lock
 from rekindle.units import format_bytes, format_us
@@ -68,12 +74,26 @@ def _samples_us(step: Callable[[], Any], steps: int) -> list[float]:
     return samples
 
 
-def resident_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> list[Any]:
-    """Parameters, gradients, buffers, optimizer state and batch, as they are before a step."""
+def resident_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any
+) -> list[Resident]:
+    """Parameters, gradients, buffers, optimizer state and batch, as they are before a step.
+
+    Of a batch that is part of a larger tensor, only the part counts.
+    """
     params = list(model.parameters())
     grads = [param.grad for param in params]
-    state = list(optimizer.state.values())
-    return [*params, *grads, *model.buffers(), *pytree.tree_leaves([state, batch])]
+    state = pytree.tree_leaves(list(optimizer.state.values()))
+    own = (leaf for leaf in (*params, *grads, *model.buffers(), *state) if _has_memory(leaf))
+    given = filter(_has_memory, pytree.tree_leaves(batch))
+    return [
+        *(Resident(tensor, covered_bytes(tensor)) for tensor in given),
+        *(Resident(tensor, tensor.untyped_storage().nbytes()) for tensor in own),
+    ]
+
+
+def _has_memory(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and not leaf.is_meta
 
 
 class PeakMonitor:
@@ -86,7 +106,7 @@ class PeakMonitor:
     def __init__(
         self,
         device: torch.device | None,
-        resident: Callable[[], Iterable[Any]] | None = None,
+        resident: Callable[[], Iterable[Resident]] | None = None,
     ) -> None:
         self._device = device
         self._resident = resident

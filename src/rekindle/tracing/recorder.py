@@ -47,6 +47,7 @@ from rekindle.tracing import (
 from rekindle.tracing.tape import Call, Entry, EntryKind, Meta, StorageMeta, Tape
 
 aten = torch.ops.aten
+_nbytes = operator.attrgetter("nbytes")
 
 
 _dispatching = threading.local()
@@ -102,10 +103,15 @@ class Recorder(TorchDispatchMode):
             node = graph.placeholder(f"{kind.value}_{name}")
         self._last_placeholder = node
         self.tape.entries.append(Entry(kind, name, node, tensor))
-        if not isinstance(tensor, FakeTensor):
-            twin = self._fake_mode.from_tensor(tensor)
-            self._twin_of_real[tensor] = tensor = twin
-        self._hold(node, tensor)
+        if isinstance(tensor, FakeTensor):
+            self._hold(node, tensor)
+            return node
+        self._twin_of_real[tensor] = twin = self._fake_mode.from_tensor(tensor)
+        self._hold(node, twin)
+        if tensor.layout is torch.strided:  # part of a storage takes all of it; its twin does not
+            index = self._storage_of(twin)
+            held = StorageMeta(tensor.untyped_storage().nbytes(), tensor.device)
+            self.tape.storages[index] = max(self.tape.storages[index], held, key=_nbytes)
         return node
 
     def node_of(self, tensor: torch.Tensor) -> fx.Node:
