@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -52,6 +53,24 @@ def least_bytes(parts: tuple[Any, Any, torch.Tensor], planner: str = PLANNER) ->
     return caught.value.least_peak_bytes
 
 
+def assert_least_budget_is_kept(
+    make: Callable[[], tuple[Any, Any, torch.Tensor]], planner: str = PLANNER
+) -> None:
+    """Train with the least budget: no step takes more, and all losses are those of plain steps."""
+    model, optimizer, batch = make()
+    plain = [train_step(model, optimizer, batch) for _ in range(3)]
+    least = least_bytes(make(), planner)
+    model, optimizer, batch = make()
+    step = rekindle.optimize(train_step, model, optimizer, batch, budget=least, planner=planner)
+    losses: list[torch.Tensor] = []
+    for expected in plain:
+        peak = peak_bytes(
+            lambda: losses.append(step(batch)), ON_CPU, lambda: step.captured.around(batch)
+        )
+        assert peak <= least
+        assert torch.equal(losses[-1], expected)
+
+
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"batch_first": True},
@@ -70,18 +89,7 @@ OPTIONS: list[dict[str, Any]] = [
 def test_recurrent_modules(kind: type[nn.RNNBase], options: dict[str, Any]) -> None:
     if "proj_size" in options and kind is not nn.LSTM:
         return
-    model, optimizer, batch = made(kind, options)
-    plain = [train_step(model, optimizer, batch) for _ in range(3)]
-    least = least_bytes(made(kind, options))
-    model, optimizer, batch = made(kind, options)
-    step = rekindle.optimize(train_step, model, optimizer, batch, budget=least, planner=PLANNER)
-    losses: list[torch.Tensor] = []
-    for expected in plain:
-        peak = peak_bytes(
-            lambda: losses.append(step(batch)), ON_CPU, lambda: step.captured.around(batch)
-        )
-        assert peak <= least
-        assert torch.equal(losses[-1], expected)
+    assert_least_budget_is_kept(lambda: made(kind, options))
 
 
 class Noisy(nn.Module):
@@ -115,18 +123,7 @@ def test_recomputed_random_ops_take_no_more_than_planned(planner: str, rows: int
         model = Noisy()
         return model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(rows, 8)
 
-    model, optimizer, batch = made_noisy()
-    plain = [train_step(model, optimizer, batch) for _ in range(3)]
-    least = least_bytes(made_noisy(), planner)
-    model, optimizer, batch = made_noisy()
-    step = rekindle.optimize(train_step, model, optimizer, batch, budget=least, planner=planner)
-    losses: list[torch.Tensor] = []
-    for expected in plain:
-        peak = peak_bytes(
-            lambda: losses.append(step(batch)), ON_CPU, lambda: step.captured.around(batch)
-        )
-        assert peak <= least
-        assert torch.equal(losses[-1], expected)
+    assert_least_budget_is_kept(made_noisy, planner)
 
 
 @pytest.mark.parametrize("width", [5, 16])

@@ -7,7 +7,7 @@ import functools
 import itertools
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -162,6 +162,25 @@ def test_a_step_that_differs_when_it_is_traced_again_is_refused() -> None:
         rekindle.optimize(train_step, *small(), batches()[0])
 
 
+def assert_same_with_changes(
+    train_step: Any, change: Callable[[torch.optim.Optimizer, int], Any]
+) -> rekindle.TrainStep:
+    """Train plainly and captured, each step in the context that `change` returns for it."""
+    trained = []
+    for captured in (False, True):
+        model, optimizer = small()
+        step: Any = functools.partial(train_step, model, optimizer)
+        if captured:
+            step = rekindle.optimize(train_step, model, optimizer, batches()[0])
+        for i, batch in enumerate(batches()):
+            with change(optimizer, i):
+                step(batch)
+        trained.append(state_of(model, optimizer))
+    assert differences(*trained) == []
+    assert isinstance(step, rekindle.TrainStep)
+    return step
+
+
 def test_settings_of_the_optimizer_that_the_step_reads_are_guarded() -> None:
     def train_step(model: nn.Module, optimizer: Any, batch: torch.Tensor) -> torch.Tensor:
         loss = update(model(batch).square().mean(), optimizer)
@@ -171,17 +190,11 @@ def test_settings_of_the_optimizer_that_the_step_reads_are_guarded() -> None:
                     param.mul_(1 - group["lr"])
         return loss
 
-    trained = []
-    for captured in (False, True):
-        model, optimizer = small()
-        step: Any = functools.partial(train_step, model, optimizer)
-        if captured:
-            step = rekindle.optimize(train_step, model, optimizer, batches()[0])
-        for i, batch in enumerate(batches()):
-            optimizer.param_groups[0]["lr"] = 0.01 * (1 + i % 2)
-            step(batch)
-        trained.append(state_of(model, optimizer))
-    assert differences(*trained) == []
+    def change(optimizer: torch.optim.Optimizer, i: int) -> Any:
+        optimizer.param_groups[0]["lr"] = 0.01 * (1 + i % 2)
+        return nullcontext()
+
+    assert_same_with_changes(train_step, change)
 
 
 SETTINGS: dict[str, Any] = {
@@ -218,17 +231,9 @@ def test_global_settings_around_some_steps(setting: str) -> None:
         scores = nn.functional.scaled_dot_product_attention(heads, heads, heads)
         return update((scores * torch.tensor(0.5).to(torch.float32)).square().mean(), optimizer)
 
-    trained = []
-    for captured in (False, True):
-        model, optimizer = small()
-        step: Any = functools.partial(train_step, model, optimizer)
-        if captured:
-            step = rekindle.optimize(train_step, model, optimizer, batches()[0])
-        for i, batch in enumerate(batches()):
-            with SETTINGS[setting]() if i % 2 else nullcontext():
-                step(batch)
-        trained.append(state_of(model, optimizer))
-    assert differences(*trained) == []
+    step = assert_same_with_changes(
+        train_step, lambda optimizer, i: SETTINGS[setting]() if i % 2 else nullcontext()
+    )
     assert step.n_captures <= 3
 
 

@@ -254,15 +254,21 @@ def write_sweep_pngs(folder: Path, data: Record) -> list[Path]:
     return written
 
 
+def _one_panel(data: Record, title: str) -> tuple[Any, Any]:
+    """A figure of a sweep, and its only panel."""
+    figure = new_figure(sweep_title(data), MEMORY_INCHES)
+    axes = figure.subplots()
+    axes.set_title(title, loc="left", fontsize=11, color=INK)
+    return figure, axes
+
+
 def memory_figure(data: Record) -> Any:
     """Peak memory against batch size, one bar per way; the cap as a line."""
     every, batches = _main_series(data), batches_of(data)
     peaks = [peak for series in every for _, peak in series.points("peak_bytes")]
     if not peaks:
         return None
-    figure = new_figure(sweep_title(data), MEMORY_INCHES)
-    axes = figure.subplots()
-    axes.set_title("Peak memory of a training step", loc="left", fontsize=11, color=INK)
+    figure, axes = _one_panel(data, "Peak memory of a training step")
     cap = data["cap_bytes"]
     highest = max(peaks)
     is_reached = any(series.too_large for series in every)
@@ -349,9 +355,7 @@ def throughput_figure(data: Record) -> Any:
     rates = [rate for series in every for _, rate in series.points("samples_per_s")]
     if not rates:
         return None
-    figure = new_figure(sweep_title(data), MEMORY_INCHES)
-    axes = figure.subplots()
-    axes.set_title("Throughput", loc="left", fontsize=11, color=INK)
+    figure, axes = _one_panel(data, "Throughput")
     _draw_lines(axes, every, batches, "samples_per_s")
     axes.set_ylim(0, max(rates) * 1.1)
     axes.yaxis.set_major_formatter(lambda rate, place: f"{rate:,.10g}")
