@@ -154,7 +154,7 @@ def prepare_step(
         planned = _given_plan(request, recording, graph, engines.extra_bytes(tensors))
     elif request is not None:
         # measuring/: the time and workspace of every op.
-        profile = request.profile or repeatable_profile(recording, graph, tensors, device)
+        profile = repeatable_profile(recording, graph, tensors, device, request.profile)
         if device.type == "cuda" and request.profile is None:
             torch.cuda.empty_cache()  # measuring needs more memory than the step will
 

@@ -229,3 +229,24 @@ def test_every_step_of_every_capture_keeps_the_least_budget(
     for i in range(2):
         assert peak_bytes(lambda: step(batch), ON_CPU, lambda: step.captured.around(batch)) <= least
         model.train(i % 2 == 1)
+
+
+def test_a_given_profile_is_used_when_the_step_is_captured_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or the workspaces are measured again, and the least peak of before may be out of reach."""
+
+    def remembers(model: Any, optimizer: Any, batch: Any) -> torch.Tensor:
+        if model.kind is None:
+            model.kind = "regression"
+        return train_step(model, optimizer, batch)
+
+    model, batch = whole()
+    model.kind = None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    profile = rekindle.profile(rekindle.capture(remembers, model, optimizer, batch), cache=False)
+    step = rekindle.optimize(remembers, model, optimizer, batch, budget="90%", profile=profile)
+    monkeypatch.setattr("rekindle.measuring.measure.measured_profile", None)
+    step(batch)
+    step(batch)
+    assert step.n_captures == 2

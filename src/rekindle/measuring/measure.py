@@ -123,22 +123,28 @@ _recent: dict[Hashable, Profile] = {}
 
 
 def repeatable_profile(
-    recording: Recording, graph: StepGraph, batch: list[torch.Tensor], device: torch.device
+    recording: Recording,
+    graph: StepGraph,
+    batch: list[torch.Tensor],
+    device: torch.device,
+    given: Profile | None = None,
 ) -> Profile:
-    """The profile of a step; on the CPU, the one that this process measured before, if any.
+    """The profile that is given; otherwise, on the CPU, the one that this process used before.
 
     A step that is optimized again, for the least peak that InfeasibleBudget named, is then planned
     with the same times and workspaces, and the peak is found again.
     """
     if device.type != "cpu":
-        return measured_profile(recording, graph, batch, device)
+        return given or measured_profile(recording, graph, batch, device)
     layouts = tuple((meta.stride, meta.dtype) for meta in recording.tape.metas.values())
-    key = graph.fingerprint, hash(layouts), tuple(sorted(versions(device).items()))
-    profile = _recent.get(key)
-    if profile is None:
-        profile = _recent[key] = measured_profile(recording, graph, batch, device)
-        for oldest in list(_recent)[:-_MAX_RECENT]:
-            _recent.pop(oldest, None)
+    current = versions(device)
+    key = graph.fingerprint, hash(layouts), tuple(sorted(current.items()))
+    if given is not None and (given.device, given.versions) != (device_name(device), current):
+        return given  # of another machine, for this capture only
+    profile = given or _recent.get(key) or measured_profile(recording, graph, batch, device)
+    _recent[key] = profile
+    for oldest in list(_recent)[:-_MAX_RECENT]:
+        _recent.pop(oldest, None)
     return profile
 
 
