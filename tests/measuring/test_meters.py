@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from rekindle.measuring.meters import peak_bytes
+from rekindle.measuring.meters import Resident, covered_bytes, peak_bytes
 
 ON_CPU = torch.device("cpu")
 SIZE, BLOCKS = 1000, 200
@@ -30,10 +30,22 @@ def test_freed_blocks_do_not_count_with_the_size_of_an_earlier_block() -> None:
     held.clear()
     _take(held, BLOCKS)
     assert before & {tensor.data_ptr() for tensor in held}  # or this shows nothing
-    assert peak_bytes(partial(_clear_and_take_one, held), ON_CPU, lambda: held) == block
+    assert peak_bytes(partial(_clear_and_take_one, held), ON_CPU, partial(_resident, held)) == block
 
 
 def test_resident_tensors_count_if_they_stay() -> None:
     resident, held = [torch.empty(SIZE)], []
     block = SIZE * torch.float32.itemsize
-    assert peak_bytes(partial(_take, held, 2), ON_CPU, lambda: resident) == 3 * block
+    assert peak_bytes(partial(_take, held, 2), ON_CPU, partial(_resident, resident)) == 3 * block
+
+
+def test_bytes_that_a_tensor_covers() -> None:
+    whole = torch.empty(4, 6)
+    for part in (whole, whole[1:, 1:], whole[:, ::2], whole.mT[2:4], whole[:1].expand(9, 6)):
+        dense = torch.empty_strided(part.shape, part.stride())
+        assert covered_bytes(part) == dense.untyped_storage().nbytes()
+    assert covered_bytes(whole[:0]) == 0
+
+
+def _resident(tensors: list[torch.Tensor]) -> list[Resident]:
+    return [Resident(tensor, tensor.untyped_storage().nbytes()) for tensor in tensors]
