@@ -458,6 +458,18 @@ def install(name: str, source: str, folder: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.syspath_prepend(libraries)
 
 
+def test_an_operator_whose_fake_fails() -> None:
+    """With an error that no kernel raises."""
+
+    def train_step(model: nn.Module, optimizer: Any, batch: Any) -> torch.Tensor:
+        odd = torch.pixel_shuffle(torch.zeros(0, 1, 8, 8), 2)  # here
+        return finish(optimizer, loss_of(model, batch) + odd.sum())
+
+    error = refusal(train_step)
+    assert error.lineno == marked_line(train_step)
+    assert "AssertionError" in str(error)
+
+
 TYPED = """
 def train_step(model, optimizer, batch):
     loss = model(batch[0]).sum()

@@ -368,6 +368,13 @@ class _Capture:
                 f"{_NO_VALUES}stay with torch operators, or do it outside the step.",
             )
 
+        except (AssertionError, AttributeError, KeyError, ArithmeticError) as error:
+            lines = user_line.traceback_lines(error.__traceback__)
+            if user_line.is_in_fakes(lines[0]):  # kernels raise RuntimeError, and its relatives
+                problem = f"uses an operator whose fake fails ({type(error).__name__}: {error})"
+                self._refuse_at(error, problem, "Call it outside the step, or use another one.")
+            raise
+
     def _refuse_at(self, error: Exception, problem: str, advice: str) -> None:
         lines = user_line.traceback_lines(error.__traceback__)
         line, within, known = user_line.place(lines, self.step_line)

@@ -18,6 +18,8 @@ _REKINDLE = tuple(str(path) for path in _PACKAGE.iterdir() if path.name != "mode
 # Code that is made at run time; that of a user has names like "<stdin>" and "<ipython-input-1>".
 _GENERATED = ("<frozen", "<eval_with_key>", "<rekindle ", "<__array_function__", "<torch_package")
 _INTERNAL = (_TORCH, *_REKINDLE, *_GENERATED)
+# Where torch computes the results of operators on fake tensors.
+_FAKES = ("_meta_registrations.py", "_refs", "_prims", "_decomp", "_subclasses", "_inductor")
 _LIBRARY_FOLDERS = {"site-packages", "dist-packages"}
 _LOSS_FUNCTIONS = frozenset(
     {
@@ -106,6 +108,11 @@ def place(lines: list[Line], fallback: Line) -> Place:
         if not within and not line.filename.startswith(_TORCH):
             within = f" (in {line.filename}:{line.lineno})"
     return Place(own, within, None)
+
+
+def is_in_fakes(line: Line) -> bool:
+    """True for a line of torch's operators on fake tensors."""
+    return line.filename.startswith(tuple(_TORCH + name for name in _FAKES))
 
 
 def current_lines() -> list[Line]:
