@@ -540,7 +540,7 @@ RESULTS = [
 
 OPTIMIZERS = [
     "torch.optim.SGD(GROUPS, lr=0.05)",
-    "torch.optim.SGD(GROUPS, lr=0.05, momentum=0.9<<|, nesterov=True|, dampening=0.1|, foreach=True|, foreach=False|, fused=True>>)",
+    "torch.optim.SGD(GROUPS, lr=0.05, momentum=0.9<<|, nesterov=True|, dampening=0.1|, foreach=True|, foreach=False>>)",
     "torch.optim.SGD(GROUPS, lr=0.05, weight_decay=0.1, maximize=True)",
     "torch.optim.Adam(GROUPS, lr=0.01<<|, amsgrad=True|, foreach=True|, fused=True|, weight_decay=0.1|, maximize=True|, decoupled_weight_decay=True>>)",
     "torch.optim.AdamW(GROUPS, lr=0.01<<|, amsgrad=True|, foreach=True|, foreach=False>>)",

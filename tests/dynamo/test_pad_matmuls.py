@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from rekindle import dynamo
 from rekindle.dynamo import compile_pipeline
 from rekindle.dynamo.session import CompileOptions
-from rekindle.measuring.meters import peak_bytes
+from rekindle.measuring.meters import Resident, peak_bytes
 from rekindle.passes.matmul_padding import MATMULS, PaddingOptions, pad_matmuls
 
 aten = torch.ops.aten
@@ -107,7 +107,8 @@ def test_the_forecast_is_what_a_step_takes() -> None:
         held.clear()
 
     step()
-    peak = peak_bytes(step, torch.device("cpu"), lambda: [*model.parameters(), batch])
+    resident = [Resident(each, each.nbytes) for each in (*model.parameters(), batch)]
+    peak = peak_bytes(step, torch.device("cpu"), lambda: resident)
     forecast = planned.session.forecast_bytes
     assert 0.7 * forecast <= peak <= 1.02 * forecast  # where it can, Inductor writes in place
 

@@ -152,6 +152,35 @@ USES: dict[str, Use] = {
         max_captures=3,
     ),
     "dict of tensors": Use("{}", after="STATE['loss'] = loss.detach()", max_captures=2),
+    "a new list of tensors": Use(
+        "[torch.zeros(())]", scale="(1 + STATE[0])", after="STATE = [loss.detach()]"
+    ),
+    "a new dict of tensors": Use(
+        "{'h': torch.zeros(())}", scale="(1 + STATE['h'])", after="STATE = {'h': loss.detach()}"
+    ),
+    "nested new containers": Use(
+        "{'h': [torch.zeros(())]}",
+        scale="(1 + STATE['h'][0])",
+        after="STATE = {'h': [loss.detach() * 2]}",
+    ),
+    "a new object of tensors": Use(
+        "Kept(torch.zeros(()))", scale="(1 + STATE.h)", after="STATE = Kept(loss.detach())"
+    ),
+    "an equal new list, another tensor": Use(
+        "[torch.full((), 0.5)]", scale="STATE[0]", change="STATE = [torch.full((), 0.5 + i)]"
+    ),
+    "an equal new list, written to": Use(
+        "[torch.zeros(())]",
+        scale="(1 + STATE[0])",
+        after="STATE[0] = loss.detach()",
+        change="STATE = list(STATE)",
+    ),
+    "detached parameter": Use("None", after="STATE = model[0].weight.detach()", max_captures=3),
+    "order of a dict": Use(
+        "{'a': 2.0, 'b': 3.0}",
+        scale="[*STATE.values()][0]",
+        change="STATE.update(a=STATE.pop('a')) if i == 1 else None",
+    ),
     "removed": Use("{'a': 2.0}", scale="STATE.get('a', 3.0)", after="STATE.pop('a', None)"),
     "generator": Use("np.random.default_rng(0)", scale="float(STATE.random())", may_refuse=True),
     "iterator": Use("iter([1.0] * 4 + [2.0] * 40)", scale="next(STATE)", may_refuse=True),
@@ -163,7 +192,7 @@ import numpy as np
 import torch
 import {module}.side as pkg_side, {module} as pkg
 from {module} import side
-from support.python_state_programs import Holder, Slotted, Trainer
+from support.python_state_programs import Holder, Kept, Slotted, Trainer
 {outer}
 
 def make(model, optimizer):
@@ -198,6 +227,13 @@ class Holder:
     """An object of the user's."""
 
     v: Any
+
+
+@dataclass
+class Kept:
+    """A dataclass with a tensor."""
+
+    h: Any
 
 
 class Slotted:

@@ -323,7 +323,7 @@ def opaque_result(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any
 RULES: dict[Callable[..., Any], tuple[str, str]] = {
     no_backward: ("the step never calls backward()", "calls loss.backward() and optimizer.step()"),
     no_optimizer_step: (
-        "the step never calls optimizer.step()",
+        "does not call optimizer.step()",
         "on the optimizer that you pass to",
     ),
     closure: ("calls optimizer.step with an argument", "without a closure: compute the loss and"),

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections import UserDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from rekindle.torch_internals import pytree
 
-_TENSOR, _UNSET = object(), object()
+_TENSOR, _DETACHED, _UNSET = object(), object(), object()
 CONSTANTS = (
     *(type(None), bool, int, float, complex, str, bytes),
     *(torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout),
@@ -37,7 +37,7 @@ class Flat(NamedTuple):
 class Structure(NamedTuple):
     """A tree without its tensors. Equal structures rebuild equal trees."""
 
-    leaves: tuple[Any, ...]  # _TENSOR in place of a tensor
+    leaves: tuple[Any, ...]  # _TENSOR or _DETACHED in place of a tensor
     spec: Any
 
     def key(self) -> tuple[Any, ...]:
@@ -51,9 +51,23 @@ class Structure(NamedTuple):
         for leaf in self.leaves:
             if leaf is _TENSOR:
                 leaves.append(next(rest))
+            elif leaf is _DETACHED:
+                leaves.append(next(rest).detach())
             else:
                 leaves.append(leaf.rebuild(rest) if isinstance(leaf, _Container) else leaf)
         return pytree.tree_unflatten(leaves, self.spec)
+
+    def detaching(self, is_detached: Iterator[bool]) -> Structure:
+        """The same, with another tensor object in place of each tensor for which that is True."""
+        leaves = [
+            (_DETACHED if next(is_detached) else leaf)
+            if leaf is _TENSOR
+            else leaf._replace(content=leaf.content.detaching(is_detached))
+            if isinstance(leaf, _Container)
+            else leaf
+            for leaf in self.leaves
+        ]
+        return self._replace(leaves=tuple(leaves))
 
 
 def leaf_key(leaf: Any) -> tuple[Any, ...]:
@@ -84,17 +98,19 @@ class _Container(NamedTuple):
         return instance
 
 
-def flatten(tree: Any) -> Flat:
-    """Split a tree."""
+def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Flat:
+    """Split a tree; what `is_leaf` is True of is not taken apart."""
     tensors: list[torch.Tensor] = []
-    leaves, spec = pytree.tree_flatten(tree)
+    leaves, spec = pytree.tree_flatten(tree, is_leaf=is_leaf)
     kept: list[Any] = []
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
             tensors.append(leaf)
             kept.append(_TENSOR)
+        elif is_leaf is not None and is_leaf(leaf):
+            kept.append(leaf)
         elif (content := _content(leaf)) is not None:
-            inner = flatten(content)
+            inner = flatten(content, is_leaf)
             tensors.extend(inner.tensors)
             kept.append(_Container(type(leaf), inner.structure))
         else:
@@ -141,6 +157,6 @@ def opaque_leaves(structure: Structure) -> list[Any]:
     for leaf in structure.leaves:
         if isinstance(leaf, _Container):
             found.extend(opaque_leaves(leaf.content))
-        elif leaf is not _TENSOR and not isinstance(leaf, CONSTANTS):
+        elif leaf is not _TENSOR and leaf is not _DETACHED and not isinstance(leaf, CONSTANTS):
             found.append(leaf)
     return found

@@ -40,6 +40,8 @@ _LOADS = (
     "PRECALL",
     "KW",
 )
+_BY_TEXT = {"globals", "modules", "import_module", "__import__", "builtins"}
+_WHOLE_DICTS = {"items", "values", "keys", "copy", "get", "pop", "setdefault"}
 _BY_NAME = {"getattr", "setattr", "hasattr", "delattr", "attrgetter"}
 
 
@@ -57,6 +59,8 @@ class CodeNames:
     chains: frozenset[tuple[str, ...]]  # a loaded name and the attributes read of it: a.b.c
     imports: dict[str, str]  # modules that the function itself imports, by its name for them
     imported: frozenset[tuple[str, str]]  # from module import name
+    is_by_text: bool = False  # reads globals or modules by text: globals()["weight"]
+    is_by_key: bool = False  # reads settings of the optimizer whose names are not constants
 
 
 @functools.lru_cache(maxsize=4096)
@@ -111,12 +115,23 @@ def names_in(code: CodeType) -> CodeNames:
         frozenset(chains),
         imports,
         frozenset(imported),
+        not _BY_TEXT.isdisjoint(code.co_names),
+        "param_groups" in code.co_names and _reads_by_key(code, instructions),
     )
 
 
 _NO_NAMES = CodeNames(
     frozenset(), frozenset(), False, frozenset(), {}, {}, {}, frozenset(), {}, frozenset()
 )
+
+
+def _reads_by_key(code: CodeType, instructions: list[dis.Instruction]) -> bool:
+    """True if a function may read dict entries whose keys are no constants."""
+    pairs = itertools.pairwise(instructions)
+    computed = any(
+        second.opname == "BINARY_SUBSCR" and first.opname != "LOAD_CONST" for first, second in pairs
+    )
+    return computed or not _WHOLE_DICTS.isdisjoint(code.co_names)
 
 
 def _names_at_run_time(instructions: list[dis.Instruction]) -> bool:
@@ -184,6 +199,11 @@ def is_noted_class(cls: type) -> bool:
     if cls.__module__ in sys.builtin_module_names:
         return False
     return module is None or is_noted_file(getattr(module, "__file__", None) or "")
+
+
+def is_of_torch_file(filename: str) -> bool:
+    """True for files of torch and numpy."""
+    return filename.startswith(_INTERNAL)
 
 
 def is_of_torch(module: types.ModuleType | None) -> bool:

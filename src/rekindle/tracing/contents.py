@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import enum
 import hashlib
@@ -13,7 +14,7 @@ import pickle
 import random
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import PurePath
 from typing import Any, NamedTuple
@@ -33,17 +34,34 @@ CONSTANTS = (
 
 
 class Content:
-    """One mutable object whose content is part of the state, and that content before the step."""
+    """One mutable object whose content is part of the state, and that content before the step.
+
+    `children` are the contents of the objects that an entry's value is or contains, by their path
+    in it: when another object with the same structure takes its place, they are rebound to that.
+    """
 
     def __init__(self, path: str, owner: Any) -> None:
         self.path = path
         self.owner = owner  # held, so that its identity stays its own
         self.is_shared = False  # True if several contents hold the owner
+        self.children: dict[Any, list[tuple[tuple[Any, ...], Content]]] = {}  # in an entry's value
+        self.is_fixed = False  # True if the owner must stay the same object
         self.before: dict[Any, Any] = dict(self.read())
 
     def read(self) -> Mapping[Any, Any]:
         """The content now."""
         raise NotImplementedError
+
+    def rebind(self, owner: Any) -> bool:
+        """Be the content of another object of the same kind; False if that is not possible."""
+        if type(owner) is not type(self.owner) or self.is_shared or self.is_fixed:
+            return False
+        self.owner = owner
+        return True
+
+    def is_reordered(self, keys: Collection[Any]) -> bool:
+        """True if a dict has the same keys as these, in another order."""
+        return False
 
     def assign(self, key: Any, value: Any) -> None:
         """Set one entry."""
@@ -73,6 +91,9 @@ class Content:
         now = self.read()
         return len(now) == len(last) and all(now.get(k, ABSENT) is v for k, v in last.items())
 
+    def forget(self) -> None:
+        """Hold nothing that is needed for `restore` only."""
+
     def restore(self) -> None:
         """Give the object its content of before, in its order."""
         now = self.read()
@@ -85,6 +106,10 @@ class Content:
 
 class Items(Content):
     """The items of a dict, without what a subclass makes of them."""
+
+    def is_reordered(self, keys: Collection[Any]) -> bool:
+        now = self.read()
+        return len(now) == len(keys) and list(now) != list(keys)
 
     def read(self) -> Mapping[Any, Any]:
         owner: dict[Any, Any] = self.owner
@@ -121,6 +146,16 @@ class Attributes(Items):
         self.names = names
         self.ignored: set[str] = set()
         super().__init__(path, owner)
+
+    def rebind(self, owner: Any) -> bool:
+        attributes = batch_tree.attributes_of(owner)
+        if attributes is None or self.attributes is self.owner or not super().rebind(owner):
+            return False
+        self.attributes = attributes
+        return True
+
+    def is_reordered(self, keys: Collection[Any]) -> bool:
+        return False
 
     def is_identical(self, last: Mapping[Any, Any]) -> bool:
         if self.names is None or self.ignored or len(self.names) < len(self.attributes):
@@ -161,6 +196,36 @@ class Attributes(Items):
         if is_whole and list(now) != list(self.before):
             for key in self.before:
                 now[key] = now.pop(key)
+
+
+class ThreadLocal(Attributes):
+    """The attributes of a `threading.local`, in the thread that asks."""
+
+    def __init__(self, path: str, owner: Any, names: set[str] | None) -> None:
+        super().__init__(path, owner, {}, names)
+
+    @property
+    def attributes(self) -> Any:
+        """The dict of this thread."""
+        return self.owner.__dict__
+
+    @attributes.setter
+    def attributes(self, _: Any) -> None:
+        """There is one for each thread."""
+
+
+class Flag(Attributes):
+    """The state of an object by which threads communicate: it is read, and never put back."""
+
+    def changed(self) -> dict[Any, Any]:
+        return {}
+
+    def restore(self) -> None:
+        """Nothing: another thread may have set it."""
+
+
+class SpecialMethods(Attributes):
+    """The methods of a class that no code names: `__call__`, `__len__`, `__getattr__`."""
 
 
 class Slots(Content):
@@ -250,7 +315,20 @@ class ContextVariable(Cell):
 
 
 class Array(Content):
-    """The bytes of a numpy array or another buffer, as a checksum."""
+    """The bytes of a numpy array or another buffer, as a checksum.
+
+    A step that writes to it is refused; until then, a copy is kept to undo that.
+    """
+
+    def __init__(self, path: str, owner: Any) -> None:
+        super().__init__(path, owner)
+        self._copy: Any = self._copied()
+
+    def _copied(self) -> Any:
+        return self.owner.copy() if isinstance(self.owner, np.ndarray) else None
+
+    def forget(self) -> None:
+        self._copy = None
 
     def read(self) -> Mapping[Any, Any]:
         if not isinstance(self.owner, np.ndarray):
@@ -272,11 +350,47 @@ class Array(Content):
         return self.read() == last
 
     def restore(self) -> None:
-        """Nothing: a step that writes to it is refused."""
+        if self._copy is not None and self.changed():
+            self._put_back()
+
+    def _put_back(self) -> None:
+        if self.owner.shape == self._copy.shape and self.owner.flags.writeable:
+            self.owner[...] = self._copy
+
+
+class Stream(Array):
+    """The text or bytes of an `io.StringIO` or `io.BytesIO`."""
+
+    def read(self) -> Mapping[Any, Any]:
+        return {WHOLE: (self.owner.getvalue(), self.owner.tell())}
+
+    def _copied(self) -> Any:
+        return self.read()[WHOLE]
+
+    def _put_back(self) -> None:
+        value, position = self._copy
+        self.owner.seek(0)
+        self.owner.truncate()
+        self.owner.write(value)
+        self.owner.seek(position)
 
 
 class RandomState(Array):
     """The state of a random generator of Python or numpy."""
+
+    def _copied(self) -> Any:
+        if isinstance(self.owner, np.random.Generator):
+            return copy.deepcopy(self.owner.bit_generator.state)
+        is_python = isinstance(self.owner, random.Random)
+        return self.owner.getstate() if is_python else self.owner.get_state()
+
+    def _put_back(self) -> None:
+        if isinstance(self.owner, np.random.Generator):
+            self.owner.bit_generator.state = self._copy
+        elif isinstance(self.owner, random.Random):
+            self.owner.setstate(self._copy)
+        else:
+            self.owner.set_state(self._copy)
 
     def read(self) -> Mapping[Any, Any]:
         if isinstance(self.owner, random.Random):
@@ -317,6 +431,7 @@ def is_live(content: Content) -> bool:
     """True if `read` returns the user's dict itself."""
     if isinstance(content, Attributes):
         is_whole = content.names is None and not content.ignored
+        is_whole = is_whole and not isinstance(content, ThreadLocal)
         return is_whole and isinstance(content.attributes, dict)
     return isinstance(content, Items) and type(content.owner) in _PLAIN_DICTS
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ def global_state() -> Hashable:
             for kind in ("cpu", "cuda")
         ),
         torch.is_autocast_cache_enabled(),
+        torch.is_anomaly_enabled(),
         torch.get_default_dtype(),
         torch.is_inference_mode_enabled(),
         torch.get_deterministic_debug_mode(),
@@ -51,6 +52,14 @@ def global_state() -> Hashable:
         None if hooks is None else tuple(map(Same, hooks)),
         tuple(map(_mode_key, function_modes())),
     )
+
+
+def code_around_steps() -> Iterator[tuple[str, Any]]:
+    """What runs in a step besides its own code: global hooks of modules, and modes."""
+    hooks = (hook for each in _GLOBAL_HOOKS for hook in each.values() if _counts(hook))
+    yield from (("a global hook of modules", hook) for hook in hooks)
+    yield from (("a function mode", mode) for mode in function_modes())
+    yield from (("a hook of saved tensors", hook) for hook in default_saved_tensor_hooks() or ())
 
 
 def _counts(hook: Any) -> bool:

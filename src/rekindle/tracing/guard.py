@@ -28,6 +28,7 @@ from rekindle.tracing.step_state import Effect
 from rekindle.tracing.tape import Recording
 
 _requires_grad = operator.attrgetter("requires_grad")
+_code = operator.attrgetter("__code__", "__defaults__")
 
 
 class Guard(Uncopyable):
@@ -53,10 +54,16 @@ class Guard(Uncopyable):
         self._remember(tensors)
         self._grads = [(use.slot, use.existed) for use in recording.grads if use.reads_old]
         self._python = _PythonGuard(state.contents, recording.effects)
+        self._functions, self._code = state.functions, list(map(_code, state.functions))
 
     def fetch(self) -> list[torch.Tensor] | None:
         """The tensor in each slot; None if something has changed, which `reason` explains."""
         self.changed = ""
+        if not self._python.is_unchanged():  # first: it follows containers that were replaced
+            self.changed = self._python.changed
+            return self._refuse(self._python.reason)
+        if list(map(_code, self._functions)) != self._code:
+            return self._refuse("a function has other code or defaults")
         try:
             tensors = [container[key] for container, key in self._places]
             tied = [container[key] for container, key in self._ties]
@@ -72,9 +79,6 @@ class Guard(Uncopyable):
             return self._refuse("a tensor has other hooks")
         if any((tensors[index].grad is not None) != existed for index, existed in self._grads):
             return self._refuse("gradients from before the step were added or cleared")
-        if not self._python.is_unchanged():
-            self.changed = self._python.changed
-            return self._refuse(self._python.reason)
         return tensors
 
     def _refuse(self, reason: str) -> list[torch.Tensor] | None:
@@ -130,7 +134,7 @@ class _PythonGuard:
         self._shown: dict[tuple[Content, Any], str] = {}
         self._owners: dict[tuple[Content, Any], Any] = {}  # entries with a content of their own
         owners = IdentitySet(content.owner for content in self._contents)
-        self._live: list[dict[Any, Any]] = []
+        self._live_contents: list[Content] = []
         self._others: list[Content] = []
         for content in self._contents:
             kept = {k: v for k, v in content.before.items() if k not in self._unread[content]}
@@ -140,13 +144,18 @@ class _PythonGuard:
             shown = {k: _short(v) for k, v in kept.items() if isinstance(v, CONSTANTS)}
             self._shown.update(((content, key), text) for key, text in shown.items())
             if is_live(content) and not self._unread[content] and not self._written[content]:
-                self._live.append(content.read())  # type: ignore[arg-type]
+                self._live_contents.append(content)
             else:
                 self._others.append(content)
             content.before = {}
+            content.forget()
+        objects = [c for c in self._contents if not isinstance(c.owner, (type, dict, list))]
+        self._objects = [content.owner for content in objects]
+        self._types = list(map(type, self._objects))
         self._remember()
 
     def _remember(self) -> None:
+        self._live: list[Any] = [content.read() for content in self._live_contents]
         self._sizes = list(map(len, self._live))
         self._filled = [each for each in self._live if each]
         self._keys = list(chain.from_iterable(self._filled))
@@ -159,6 +168,9 @@ class _PythonGuard:
 
     def is_unchanged(self) -> bool:
         """True if the Python state is that of the capture; if not, `reason` says what differs."""
+        if list(map(type, self._objects)) != self._types:
+            self.reason = "an object has another class"
+            return False
         try:
             if self._is_identical():
                 return True
@@ -193,7 +205,10 @@ class _PythonGuard:
             if value is self._owners.get((content, key), ABSENT) and value is not ABSENT:
                 continue
             if key in frozen and value is not ABSENT and freeze(value) == frozen[key]:
-                continue
+                if _follow(content, key, value):
+                    continue
+                self.reason = f"{content.label(key)} is another object, and held elsewhere, too"
+                return False
             self.changed = content.label(key)
             before = self._shown.get((content, key)) if key in frozen else repr(ABSENT)
             is_shown = value is ABSENT or isinstance(value, CONSTANTS)
@@ -201,7 +216,27 @@ class _PythonGuard:
             self.reason += f" from {before}" if before is not None else ""
             self.reason += f" to {_short(value)}" if is_shown else ""
             return False
+        if content.is_reordered(frozen) and not unread:
+            self.changed = content.path
+            self.reason = f"the order of {content.path} has changed"
+            return False
         return True
+
+
+def _follow(content: Content, key: Any, value: Any) -> bool:
+    """Rebind the contents of what an entry held to what it holds now, which equals it."""
+    for path, child in content.children.get(key, ()):
+        owner = value
+        for index in path:
+            owner = owner[index]
+        if owner is child.owner:
+            continue
+        if not child.rebind(owner):
+            return False
+        now = child.read()
+        if not all(_follow(child, each, now[each]) for each in child.children if each in now):
+            return False
+    return True
 
 
 def _short(value: Any) -> str:

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import fx, nn
 from torch.nn.parameter import UninitializedParameter
 
+from rekindle.core.identity import IdentitySet
 from rekindle.errors import CaptureError
 from rekindle.torch_internals import FakeTensor
 from rekindle.tracing import batch_tree, forward_formulas
-from rekindle.tracing.contents import Array, RandomState
-from rekindle.tracing.python_state import PythonState, Write
+from rekindle.tracing.contents import Array, RandomState, nested_owners
+from rekindle.tracing.python_state import PythonState, Write, WriteKind
 from rekindle.tracing.step_state import EntryKind, Slot
 from rekindle.tracing.tape import Tape
 from rekindle.tracing.undo import Sandbox
@@ -87,12 +89,20 @@ class Checks:
                     "Pass x.resolve_conj() or x.resolve_neg().",
                 )
 
-    def result(self, structure: batch_tree.Structure) -> None:
-        """The result consists of tensors and constants."""
-        self._leaves(structure, "the step returns", "Return tensors")
+    def result(self, structure: batch_tree.Structure, python: PythonState) -> None:
+        """The result consists of tensors, constants and containers from before the step."""
+        self._leaves(structure, "the step returns", "Return tensors", python.is_container)
 
-    def _leaves(self, structure: batch_tree.Structure, problem: str, advice: str) -> None:
+    def _leaves(
+        self,
+        structure: batch_tree.Structure,
+        problem: str,
+        advice: str,
+        is_allowed: Callable[[Any], bool] = lambda leaf: False,
+    ) -> None:
         for leaf in batch_tree.opaque_leaves(structure):
+            if is_allowed(leaf):
+                continue
             self._refuse(
                 f"{problem} a {type(leaf).__name__}, which Rekindle cannot look into",
                 f"{advice}, in tuples, lists, dicts or dataclasses.",
@@ -107,8 +117,9 @@ class Checks:
             )
         if not tape.optimizer_calls:
             self._refuse(
-                "the step never calls optimizer.step()",
-                "Call optimizer.step() in the step, on the optimizer that you pass to Rekindle.",
+                "the captured call of the step does not call optimizer.step()",
+                "Call optimizer.step() in the step, on the optimizer that you pass to Rekindle. To "
+                "accumulate gradients, loop over the micro-batches inside the step.",
             )
 
     def kernels_as_plain(self, tape: Tape, outputs: Iterable[fx.Node]) -> None:
@@ -128,7 +139,8 @@ class Checks:
             self._refuse(
                 "backward() reaches a tensor that is neither in the model nor in the optimizer",
                 "Make it part of the model, or freeze it with requires_grad_(False); for a "
-                "gradient of the batch, call torch.autograd.grad(...) and return its result.",
+                "gradient of the batch, call torch.autograd.grad(...) and return its result. For "
+                "torch.utils.checkpoint, write use_reentrant=False.",
             )
 
     def requires_grad_unchanged(
@@ -149,6 +161,17 @@ class Checks:
                     f"the step changes requires_grad of {slot.name}",
                     "Freeze and unfreeze parameters between steps, outside the step.",
                 )
+
+    def no_new_attributes(self, before: list[tuple[Slot, dict[str, Any]]]) -> None:
+        """The step keeps nothing in attributes of parameters and buffers."""
+        for slot, attributes in before:
+            now = vars(slot.get())
+            for name in now.keys() | attributes.keys():
+                if now.get(name) is not attributes.get(name):
+                    self._refuse(
+                        f"the step sets the attribute {name} of {slot.name}",
+                        "Keep it in an attribute of a module, a list or a dict.",
+                    )
 
     def captures_are_reused(self, line: Line | None) -> None:
         """No number that the step reads is changed by the step itself."""
@@ -183,9 +206,33 @@ class Checks:
                 "Change learning rates and other settings between steps, outside the step.",
             )
 
+    def kept_once(self, values: Iterable[Any], python: PythonState) -> None:
+        """No new list or dict of the step is kept in two places, where it would become two."""
+        seen = IdentitySet()
+        for value in values:
+            for each in nested_owners(value):
+                if isinstance(each, tuple) or python.is_container(each):
+                    continue
+                if each in seen:
+                    self._refuse(
+                        f"the step keeps one new {type(each).__name__} in two places",
+                        "Keep a copy in one of them.",
+                    )
+                seen.add(each)
+
     def write(self, write: Write, flat: batch_tree.Flat, python: PythonState) -> None:
         """A captured step can repeat a write to the user's objects."""
         line = python.line_of(write.content, write.key)
+        if write.kind is WriteKind.REORDER:
+            problem = f"the step changes the order of {write.content.path}"
+            self.refuse_at(line, problem, "Keep an order in a tensor, or change it outside.")
+        moved = [leaf for leaf in flat.structure.leaves if python.is_container(leaf)]
+        if moved:
+            self.refuse_at(
+                line,
+                f"the step puts a {type(moved[0]).__name__} from before the step into {write.name}",
+                "Keep a copy there, or put it there outside the step.",
+            )
         if isinstance(write.content, RandomState):
             problem = f"the step draws from the random generator {write.name}"
             self.refuse_at(line, problem, DRAWS[1])
@@ -205,20 +252,36 @@ class Checks:
 
     def no_iterator(self, python: PythonState) -> None:
         """The step takes nothing from an iterator that outlives it."""
-        for content, key in python.iterators():
+        for line, path in python.iterators():
             self.refuse_at(
-                python.line_of(content, key),
-                f"the step uses {content.label(key)}, an iterator, whose position cannot be seen",
+                line,
+                f"the step uses {path}, an iterator, whose position cannot be seen",
                 "Take the next element outside the step, and pass it in the batch.",
             )
 
-    def randomness(self, sandbox: Sandbox, *, drew: bool) -> None:
+    def no_shared_memory(self, python: PythonState, tensors: Iterable[torch.Tensor]) -> None:
+        """No numpy array that the step can read shares memory with a tensor of its state."""
+        arrays = [each for each in python.arrays() if isinstance(each.owner, np.ndarray)]
+        if not arrays:
+            return
+        real = [tensor for tensor in tensors if not isinstance(tensor, FakeTensor)]
+        storages = [tensor.untyped_storage() for tensor in real if tensor.device.type == "cpu"]
+        spans = [(each.data_ptr(), each.data_ptr() + each.nbytes()) for each in storages]
+        for array in arrays:
+            start = array.owner.__array_interface__["data"][0]
+            if any(low <= start < high for low, high in spans):
+                self._refuse(
+                    f"the numpy array {array.path} shares memory with a tensor of the step",
+                    "Keep a copy (tensor.numpy().copy()), or use the tensor itself.",
+                )
+
+    def randomness(self, sandbox: Sandbox, python: PythonState, *, drew: bool) -> None:
         """Only torch's operators draw random numbers, and no generator is seeded.
 
         The interception has refused what it saw. `drew` is True if Python's or numpy's generator
         has advanced, and it saw no other thread do that.
         """
-        if sandbox.seeded_torch():
+        if sandbox.seeded_torch() or python.seeded():
             self._refuse(*SEEDS)
         if drew:
             self._refuse(*DRAWS)

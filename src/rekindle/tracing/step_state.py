@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -76,6 +77,7 @@ class StepState:
         self._others = WeakTensorKeyDictionary()
         self._find_others()
         self.contents: list[Content] = []  # the Python state, after the capture
+        self.functions: list[FunctionType] = []  # that have run in it
 
     def add_places(self, places: list[TensorPlace], tensor: torch.Tensor) -> Slot:
         """Add a slot for a tensor that the user's objects hold, at one or more places."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from rekindle.core.identity import IdentityDict, IdentitySet
 from rekindle.errors import CaptureError, RekindleError
@@ -20,13 +21,16 @@ from rekindle.torch_internals import (
     FakeTensorMode,
     UnsupportedOperatorException,
     engine_run_backward,
+    global_optimizer_post_hooks,
+    global_optimizer_pre_hooks,
 )
 from rekindle.tracing import backward_formulas, batch_tree, intercept, user_line
 from rekindle.tracing.capture_thread import ThreadPatches, capture_lock
+from rekindle.tracing.contents import Content
 from rekindle.tracing.cpu_as_gpu import gpu_operators
 from rekindle.tracing.decisions import Decisions
 from rekindle.tracing.preconditions import Checks, settings
-from rekindle.tracing.python_state import PythonState, WriteKind, holder_of
+from rekindle.tracing.python_state import PythonState, Write, WriteKind, holder_of
 from rekindle.tracing.recorder import Recorder, in_bookkeeping
 from rekindle.tracing.second_trace import first_difference
 from rekindle.tracing.step_state import Effect, EntryKind, StepState
@@ -76,7 +80,7 @@ def record(
     constants = [effect for effect in recording.effects if effect.is_constant]
     if constants:
         # Steps to come will start with these values: they must leave them as they are.
-        with capture.python.applied(constants):
+        with capture.python.applied(capture.stand_ins(recording)):
             _, after = trace()
         for effect in constants:
             if any(effect.contradicts(other) for other in after.effects):
@@ -113,6 +117,13 @@ def python_snapshot(
     return restore
 
 
+def step_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
+    """The hooks that users have put around an optimizer's step."""
+    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    every = (*own, global_optimizer_pre_hooks, global_optimizer_post_hooks)
+    return [hook for hooks in every for hook in hooks.values() if not intercept.is_own_hook(hook)]
+
+
 class _Restart(BaseException):
     """Trace again: without an option, or with one more module whose tensors the step uses."""
 
@@ -139,6 +150,10 @@ class _Capture:
         self.state = StepState(model, optimizer, others)
         self.checks.modules(self.state.modules)
         self.python = PythonState(self.state.modules, train_step, optimizer)
+        for slot in self.state.slots:
+            self.python.add_hooks(slot.name, slot.get())
+        self.of_optimizer: list[Write] = []  # what the optimizer's own code has written
+        self.shared: tuple[Content, Any] | None = None  # what it reads, and the step wrote before
         self.params = self.state.params()
         self.fake_mode = FakeTensorMode()
         self.recorder = Recorder(self.fake_mode, self.step_line, self._name_unknown)
@@ -159,6 +174,7 @@ class _Capture:
                 self.sandbox.restore()
                 self.batch = batch_tree.Flat([], self.batch.structure)  # hold no memory of it
                 self.recorder.known.forget()
+        self.sandbox.forget()
         self._refuse_survivors()
         recording.drop_dead_calls()
         return recording
@@ -169,6 +185,7 @@ class _Capture:
         old_grads = [param.grad for param in self.params.values()]
         old_settings = settings(self.optimizer)
         before = [(slot, slot.get(), slot.get().requires_grad) for slot in self.state.slots]
+        attributes = [(slot, dict(vars(slot.get()))) for slot in self.state.slots]
         for slot in self.state.slots:
             self.recorder.enter_tensor(slot.kind, slot.name, slot.get())
         batch = [self._enter_batch(i, t) for i, t in enumerate(self.batch.tensors)]
@@ -187,17 +204,21 @@ class _Capture:
                     raise self.recorder.refusal
                 self.checks.settings_unchanged(old_settings, settings(self.optimizer))
                 self.checks.no_iterator(self.python)
-                effects = self._effects()
+                effects = self._effects(result)
+                flat = self._flattened(result)
+                self._refuse_shared(self.shared or self.python.noted(self.of_optimizer))
+                self._warn_of_outside()
             finally:
                 self.python.restore()  # while what it has noted of the patches is in force
-        flat = batch_tree.flatten(result)
         self.checks.trains(self.recorder.tape)
         self.checks.no_outside_gradients([*self.outside_leaves, *batch])
         self.checks.requires_grad_unchanged(before, self.recorder.node_of)
+        self.checks.no_new_attributes(attributes)
         self.checks.captures_are_reused(self.recorder.known.ever_new())
         self.checks.batch_memory_is_distinct(self.batch.tensors, batch_nodes, self.recorder.tape)
-        self.checks.randomness(self.sandbox, drew=drew[0] and not drew[1])
-        self.checks.result(flat.structure)
+        self.checks.randomness(self.sandbox, self.python, drew=drew[0] and not drew[1])
+        self.checks.no_shared_memory(self.python, self.state.tensors())
+        self.checks.result(flat.structure, self.python)
         for _, state in self.state.optimizer_state():
             self.recorder.node_of(state)
         recording = Recording(
@@ -213,22 +234,60 @@ class _Capture:
         self.checks.kernels_as_plain(recording.tape, recording.outputs)
         return recording
 
-    def _effects(self) -> list[Effect]:
+    def _effects(self, result: Any) -> list[Effect]:
         """The writes to the user's objects, as effects that a captured step repeats."""
         effects = []
-        for write in self.python.writes():
+        writes = self.python.writes()
+        self.checks.kept_once([*(write.value for write in writes), result], self.python)
+        for write in writes:
             value = None if write.kind is WriteKind.REMOVE else write.value
-            flat = batch_tree.flatten(value)
+            flat = self._flattened(value)
             self.checks.write(write, flat, self.python)
             nodes = [self.recorder.node_of(tensor) for tensor in flat.tensors]
             effects.append(Effect(write.content, write.key, write.kind, flat.structure, nodes))
         self.state.contents = self.python.all_contents()
+        self.state.functions = self.python.functions()
         return effects
+
+    def _flattened(self, value: Any) -> batch_tree.Flat:
+        """A value that the step returns or keeps; containers from before the step stay whole.
+
+        `param.detach()` is the parameter's node, and must be another tensor for the user.
+        """
+        flat = batch_tree.flatten(value, is_leaf=self.python.is_container)
+        for leaf in flat.structure.leaves:
+            if self.python.is_container(leaf):
+                self.python.fix(leaf)
+        nodes = map(self.recorder.node_of, flat.tensors)
+        entered = IdentitySet(entry.tensor for entry in self.recorder.tape.entries)
+        is_detached = [
+            node.op == "placeholder" and isinstance(tensor, FakeTensor) and tensor not in entered
+            for tensor, node in zip(flat.tensors, nodes, strict=True)
+        ]
+        return flat._replace(structure=flat.structure.detaching(iter(is_detached)))
+
+    def stand_ins(self, recording: Recording) -> list[Callable[[], None]]:
+        """Functions that apply a step's effects, with tensors of the right form."""
+        entries = {entry.node: entry.tensor for entry in recording.tape.entries}
+
+        def tensor(node: fx.Node) -> torch.Tensor:
+            known = entries.get(node)
+            if known is not None and not isinstance(known, FakeTensor):
+                return known
+            meta = recording.tape.metas[node]
+            device = recording.tape.storages[meta.storage].device
+            return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=device)
+
+        return [
+            partial(effect.apply, [tensor(node) for node in effect.nodes])
+            for effect in recording.effects
+        ]
 
     def _refuse_survivors(self) -> None:
         """Refuse a step that leaves a fake tensor somewhere, where later code would find it."""
         for tensor, source in self.recorder.survivors():
             holder = holder_of(tensor)
+            self.python.clear_caches()
             self.checks.refuse_at(
                 user_line.Line(source.filename, source.lineno),
                 f"leaves a tensor behind{f' in {holder}' if holder else ''}, where Rekindle cannot "
@@ -328,10 +387,11 @@ class _Capture:
             self.params.items(), old_grads, cleared, strict=True
         ):
             new = param.grad
-            if param.requires_grad or old is not None or new is not None:
-                final = None if new is None else self.recorder.node_of(new)
-                reads_old = not is_cleared or self.state.slots[slot].name in read
-                uses.append(GradUse(slot, reads_old, old is not None, final))
+            final = None if new is None else self.recorder.node_of(new)
+            # A frozen parameter has no placeholder: would the step clear a gradient of it?
+            is_unknown = old is None and not param.requires_grad
+            reads_old = is_unknown or not is_cleared or self.state.slots[slot].name in read
+            uses.append(GradUse(slot, reads_old, old is not None, final))
         return uses
 
     # Calls that the step makes
@@ -415,7 +475,7 @@ class _Capture:
         undo_settings = remember(self.optimizer.param_groups)  # which step() itself may change
         recorder.in_optimizer = True
         try:
-            with self.python.paused():  # it runs in captured steps, too, with its own state
+            with self._of_optimizer():
                 if any(not self.optimizer.state.get(self.params[slot]) for slot in params):
                     recorder.is_paused = True  # creating the state is not part of a step
                     self._plain_optimizer_step()
@@ -437,6 +497,44 @@ class _Capture:
             if torch.is_autocast_enabled(kind)
         }
         tape.optimizer_calls.append(OptimizerCall(node, params, grads, autocast, is_opaque))
+
+    @contextmanager
+    def _of_optimizer(self) -> Iterator[None]:
+        """Note the state of the optimizer's own code, to undo what it does.
+
+        It runs in captured steps, too, between the other operators and the step's effects: it must
+        not read what the step has written, nor write what the step reads.
+        """
+        with self.python.paused():
+            own = PythonState({}, type(self.optimizer).step, None)
+            own.add_optimizer(self.optimizer)
+            own.add_step_hooks(step_hooks(self.optimizer))
+            written = self.python.writes()
+            try:
+                with own.watching():
+                    yield
+            finally:
+                self.of_optimizer += [*own.writes(), *own.stores_of_hooks()]
+                own.restore()
+            self.shared = self.shared or own.noted(written)
+
+    def _refuse_shared(self, shared: tuple[Content, Any] | None) -> None:
+        if shared is not None:
+            self.checks.refuse_at(
+                self.python.line_of(*shared),
+                "the step and the optimizer's own code use the same Python value, "
+                f"{shared[0].label(shared[1])}",
+                "Captured steps call the optimizer before they repeat what the step writes: "
+                "set the value outside the step, or keep it in one of the two.",
+            )
+
+    def _warn_of_outside(self) -> None:
+        for line, function in self.python.reads_outside().items():
+            log.warning(
+                "%s:%d calls %s: captured steps go on with what it returned in the capture",
+                *line,
+                function,
+            )
 
     def _plain_optimizer_step(self) -> None:
         """Call the optimizer's own `step`, without the hooks that users register on it."""

@@ -62,7 +62,7 @@ def _restore_dict(changed: dict[Any, Any], content: dict[Any, Any]) -> None:
 
 def _remember_tensor(tensor: torch.Tensor) -> Undo:
     grad, version, requires_grad = tensor.grad, tensor._version, tensor.requires_grad
-    is_leaf = tensor.is_leaf
+    is_leaf, attributes = tensor.is_leaf, dict(vars(tensor))
     with disable_current_modes():  # the step may be running
         device, pointer, data = tensor.device, tensor.data_ptr(), tensor.data
 
@@ -76,6 +76,7 @@ def _remember_tensor(tensor: torch.Tensor) -> Undo:
         if is_leaf:
             tensor.grad = grad
         set_version_counter((tensor,), (version,))
+        _restore_dict(vars(tensor), attributes)
 
     return undo
 
@@ -175,7 +176,10 @@ class Sandbox:
             random.setstate(self._python_random[0])
             np.random.set_state(self._python_random[1])
         torch.clear_autocast_cache()
-        self._undo = []  # hold no gradient that a step frees
+
+    def forget(self) -> None:
+        """Hold no tensor any more, such as a gradient that a step frees."""
+        self._undo = []
 
 
 class Interruptible:

@@ -73,6 +73,8 @@ def user_line(lines: list[Line], fallback: Line) -> Line:
 _ADVICE = {
     "torch/amp/grad_scaler.py": "GradScaler skips steps by the values of gradients: train in "
     "bfloat16, which needs no scaler, or in float32.",
+    "torch/nn/utils/clip_grad.py": "error_if_nonfinite=True reads the norm's value: leave it out, "
+    "return the norm, and look at it after the step.",
     "torch/distributions/": "Distributions check the values of their arguments: pass "
     "validate_args=False, or call torch.distributions.Distribution.set_default_validate_args(False)"
     " before.",
