@@ -314,7 +314,8 @@ class _Capture:
             user_line.Line(source.filename, source.lineno),
             f"the step differs when it is traced a second time: {what}",
             "It depends on something that changes by itself, such as an iterator, a file or the "
-            "time. Do that outside the step, and pass the result in the batch.",
+            "time. Do that outside the step, and pass the result in the batch. If only the first "
+            "call differs, because it installs hooks or fills a cache, run the model once before.",
         )
 
     @contextmanager
